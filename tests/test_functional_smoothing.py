@@ -24,14 +24,13 @@ def off(found: torch.Tensor, exact: np.ndarray) -> float:
     return float(np.linalg.norm(found.double().numpy() - exact) / np.linalg.norm(exact))
 
 
-@pytest.mark.parametrize("sigma", SIGMAS)
 @pytest.mark.parametrize("size", SIZES)
-def test_it_solves_the_dense_system(size, sigma, dense):
+def test_it_solves_the_dense_system(size, dense):
     v = noise(size, seed=size)
-    exact = np.linalg.solve(dense(size, sigma), v.double().numpy())
-
-    assert off(laplacian_smoothing(v, sigma), exact) < 5e-7
-    assert off(laplacian_smoothing(v.double(), sigma), exact) < 1e-14 * (10 + 4 * sigma)
+    for sigma in SIGMAS:
+        exact = np.linalg.solve(dense(size, sigma), v.double().numpy())
+        assert off(laplacian_smoothing(v, sigma), exact) < 5e-7
+        assert off(laplacian_smoothing(v.double(), sigma), exact) < 1e-14 * (10 + 4 * sigma)
 
 
 @pytest.mark.parametrize("sigma", [0.3, 3.0, 300.0])
@@ -56,18 +55,14 @@ def test_long_vectors_are_solved_too(size):
 
 
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 3.0, 10.0, 30.0, 1000.0])
-@pytest.mark.parametrize("rough", ["alternating", "twice sharpened", "steep steps"])
-def test_rounding_stays_small_where_the_result_is_much_smaller_than_the_input(rough, sigma, dense):
+def test_rounding_stays_small_where_the_result_is_much_smaller_than_the_input(sigma, dense):
     matrix = dense(256, sigma)
-    if rough == "alternating":
-        v = torch.tensor([1.0, -1.0] * 128) * noise(256).abs()
-    elif rough == "twice sharpened":
-        v = torch.tensor(matrix @ matrix @ noise(256).double().numpy()).float()
-    else:
-        v = noise(256).sign() * 1000 + noise(256)
-    exact = np.linalg.solve(matrix, v.double().numpy())
-
-    assert off(laplacian_smoothing(v, sigma), exact) < 5e-7
+    alternating = torch.tensor([1.0, -1.0] * 128) * noise(256).abs()
+    twice_sharpened = torch.tensor(matrix @ matrix @ noise(256).double().numpy()).float()
+    steep_steps = noise(256).sign() * 1000 + noise(256)
+    for v in (alternating, twice_sharpened, steep_steps):
+        exact = np.linalg.solve(matrix, v.double().numpy())
+        assert off(laplacian_smoothing(v, sigma), exact) < 5e-7
 
 
 def test_the_response_to_one_entry_is_the_geometric_kernel():

@@ -68,51 +68,22 @@ CASES: dict[str, tuple[AbstractSchedule, Callable[[int], float]]] = {
 STEPS = range(0, 200)
 
 
-@pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest) -> tuple[AbstractSchedule, Callable[[int], float]]:
-    return CASES[request.param]
+@pytest.mark.parametrize("name", CASES)
+def test_every_schedule_keeps_the_contract(name):
+    schedule, twin = CASES[name]
+    values = [schedule(step) for step in STEPS]
 
-
-class TestContract:
-    """The promises of every schedule."""
-
-    def test_it_equals_its_slow_twin(self, case):
-        schedule, twin = case
-        for step in STEPS:
-            assert schedule(step) == pytest.approx(twin(step), rel=1e-9)
-
-    def test_it_is_positive_and_finite_and_a_plain_float(self, case):
-        for step in STEPS:
-            value = case[0](step)
-            assert type(value) is float
-            assert 0 < value < math.inf
-
-    def test_it_is_a_pure_function_of_the_step(self, case):
-        schedule = case[0]
-        forwards = [schedule(step) for step in STEPS]
-        backwards = [schedule(step) for step in reversed(STEPS)]
-        assert forwards == backwards[::-1]
-        assert vars(schedule) == vars(dataclasses.replace(schedule))
-
-    def test_a_resumed_one_goes_on_where_it_was(self, case):
-        """It holds no state: a copy made of its configuration alone says the same."""
-        resumed = pickle.loads(pickle.dumps(case[0]))
-        assert resumed == case[0]
-        assert [resumed(step) for step in STEPS] == [case[0](step) for step in STEPS]
-
-    def test_it_starts_at_1(self, case):
-        """So that the scale of a plan is the noise of its first step."""
-        assert case[0](0) == 1.0
-
-    def test_it_is_frozen_configuration(self, case):
-        schedule = case[0]
-        assert hash(schedule) == hash(dataclasses.replace(schedule))
-        for name in [f.name for f in dataclasses.fields(schedule)] or ["anything"]:
-            with pytest.raises(dataclasses.FrozenInstanceError):
-                setattr(schedule, name, 0)
-
-    def test_its_repr_is_the_call_that_made_it(self, case):
-        assert eval(repr(case[0]), vars(schedules)) == case[0]
+    assert values == pytest.approx([twin(step) for step in STEPS], rel=1e-9)
+    assert all(type(value) is float and 0 < value < math.inf for value in values)
+    assert values[0] == 1.0  # so that the scale of a plan is the noise of its first step
+    # A pure function of the step, whose configuration alone is all that a resumed run needs.
+    assert [schedule(step) for step in reversed(STEPS)] == values[::-1]
+    for copied in (pickle.loads(pickle.dumps(schedule)), eval(repr(schedule), vars(schedules))):
+        assert copied == schedule and hash(copied) == hash(schedule)
+        assert vars(copied) == vars(schedule) and [copied(step) for step in STEPS] == values
+    for field in [f.name for f in dataclasses.fields(schedule)] or ["anything"]:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(schedule, field, 0)
 
 
 def test_every_schedule_is_tested():

@@ -71,13 +71,13 @@ def one_round(machine: Mechanism) -> list[bool]:
     return answered
 
 
-@pytest.mark.parametrize("queries", [*range(1, 40), 100, 1000, 12345])
 @pytest.mark.parametrize("z", [0.37, 1.0, 1.1, 3.3])
-def test_equal_shares_of_the_noise_are_never_below_the_plan_by_rounding(queries, z):
-    shares = (share_of_noise(z, queries),) * queries
-    together = PoissonRound(shares, 1.0).pair[0]
-    assert z <= together <= z * (1 + 1e-12)
-    one_round(mechanism(Round(shares[:50]), z))
+def test_equal_shares_of_the_noise_are_never_below_the_plan_by_rounding(z):
+    for queries in (*range(1, 40), 100, 1000, 12345):
+        shares = (share_of_noise(z, queries),) * queries
+        together = PoissonRound(shares, 1.0).pair[0]
+        assert z <= together <= z * (1 + 1e-12)
+        one_round(mechanism(Round(shares[:50]), z))
 
 
 def test_unequal_shares_are_composed():
