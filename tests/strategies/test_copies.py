@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.gradients import UnsupportedModelError
+from tests.zoo import flat, private
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -84,9 +84,8 @@ def copying(classifier: Any) -> type[Any]:
     """Copies its network in every way at every place of a fit."""
 
     class Copying(classifier):  # type: ignore[misc]
-        def __init__(self, net: nn.Module, uses: bool = False) -> None:
+        def __init__(self, net: nn.Module) -> None:
             super().__init__(net)
-            self.uses = uses
             type(self).copies = []  # of the class: copies of the whole model do not copy them
 
         def copied(self, place: str) -> None:
@@ -97,12 +96,6 @@ def copying(classifier: Any) -> type[Any]:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
             self.copied("training_step")
-            if self.uses:  # a shallow copy has the trained layers themselves
-                for place, name, twin in self.copies:
-                    if place == "training_step" and name not in ("parameters", "copy"):
-                        loss = loss + 0.1 * nn.functional.cross_entropy(twin(batch[0]), batch[1])
-                        with torch.no_grad():
-                            twin(batch[0])
             return loss
 
     for place in PLACES:
@@ -115,29 +108,15 @@ def copying(classifier: Any) -> type[Any]:
     return Copying
 
 
-@pytest.fixture
-def privacy() -> Callable[[str], DifferentialPrivacy]:
-    def make(engine: str) -> DifferentialPrivacy:
-        return DifferentialPrivacy(
-            noise_multiplier=1.0,
-            target_delta=1e-5,
-            engine=engine,
-            isolation_probe=False,
-            spot_checks=False,
-        )  # type: ignore[arg-type]
-
-    return make
-
-
 ENGINES = ("auto", "records", "hooks")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_copies_made_at_any_moment_have_nothing_of_the_engine(
-    engine: str, copying: Any, loader: Any, make_trainer: Any, privacy: Any
+    engine: str, copying: Any, loader: Any, make_trainer: Any
 ) -> None:
     model, plain = copying(network()), network()
-    make_trainer(max_steps=1, callbacks=[privacy(engine)]).fit(model, loader)
+    make_trainer(max_steps=1, callbacks=[private(engine=engine)]).fit(model, loader)
 
     seen = [place for place in PLACES if not place.endswith("_end")]
     if engine != "hooks":  # a record that runs alone leaves no copy of what it has behind
@@ -163,15 +142,20 @@ def test_copies_made_at_any_moment_have_nothing_of_the_engine(
         pickle.dumps(twin)
 
 
+def trained(loader: Any, make_trainer: Any, kind: type[Any], engine: str, steps: int = 2) -> Any:
+    """The weights of two steps without noise."""
+    torch.manual_seed(0)
+    model = kind(network())
+    ours = private(engine=engine, noise_multiplier=0.0, max_grad_norm=0.5, seed=1)
+    make_trainer(max_steps=steps, callbacks=[ours]).fit(model, loader)
+    assert ours.steps == steps
+    return flat(model.net)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("in_the_loss", [False, True])
 def test_a_shallow_copy_of_a_layer_is_not_taken_for_the_layer(
-    in_the_loss: bool,
-    engine: str,
-    classifier: Any,
-    loader: Any,
-    make_trainer: Any,
-    privacy: Any,
+    in_the_loss: bool, engine: str, classifier: Any, loader: Any, make_trainer: Any
 ) -> None:
     """It has the parameters of the layer, and shares the dictionary that hooks are in."""
 
@@ -183,14 +167,11 @@ def test_a_shallow_copy_of_a_layer_is_not_taken_for_the_layer(
                 extra = twin(batch[0]).mean()
             return loss + extra
 
-    trainer, private = make_trainer(max_steps=2), privacy(engine)
-    trainer.callbacks.append(private)
     if in_the_loss and engine == "hooks":  # which see no use that is not a layer's
         with pytest.raises(UnsupportedModelError, match=r"net\.0\.weight"):
-            trainer.fit(Shallow(network()), loader)
+            trained(loader, make_trainer, Shallow, engine)
     else:  # functions are followed: the use is seen
-        trainer.fit(Shallow(network()), loader)
-        assert private.steps == 2
+        trained(loader, make_trainer, Shallow, engine)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -211,37 +192,27 @@ def test_a_copy_behind_a_trained_layer_passes_its_gradients_on(
         weight, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
         return lambda x: nn.functional.linear(x, weight, bias)  # type: ignore[return-value]
 
-    trained = []
+    found = []
     for makes in (copy.deepcopy, detached):
-        torch.manual_seed(0)
         Behind.makes = staticmethod(makes)
-        model, options = Behind(network()), {"engine": engine, "noise_multiplier": 0.0}
-        private = DifferentialPrivacy(
-            target_delta=1e-5, isolation_probe=False, seed=1, max_grad_norm=0.5, **options
-        )
-        make_trainer(max_steps=3, callbacks=[private]).fit(model, loader)
-        trained.append(nn.utils.parameters_to_vector(model.net.parameters()))
-    torch.testing.assert_close(*trained)
+        found.append(trained(loader, make_trainer, Behind, engine))
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_copies_that_take_part_in_the_loss_do_not_disturb_the_step(
-    engine: str, copying: Any, loader: Any, make_trainer: Any
+    engine: str, classifier: Any, loader: Any, make_trainer: Any
 ) -> None:
-    trained = []
-    for uses in (False, True):
-        torch.manual_seed(0)
-        model = copying(network(), uses)
-        private = DifferentialPrivacy(
-            noise_multiplier=0.0,
-            max_grad_norm=0.5,
-            target_delta=1e-5,
-            engine=engine,  # type: ignore[arg-type]
-            isolation_probe=False,
-            seed=1,
-            spot_checks=False,
-        )
-        make_trainer(max_steps=3, callbacks=[private]).fit(model, loader)
-        assert private.steps == 3
-        trained.append(nn.utils.parameters_to_vector(model.net.parameters()))
-    torch.testing.assert_close(*trained)
+    class Using(classifier):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            for name, way in WAYS.items():
+                if name not in ("parameters", "copy"):  # a shallow copy has the layers themselves
+                    twin = way(self.net)
+                    loss = loss + 0.1 * nn.functional.cross_entropy(twin(batch[0]), batch[1])
+                    with torch.no_grad():
+                        twin(batch[0])
+            return loss
+
+    kinds = (classifier, Using)
+    torch.testing.assert_close(*(trained(loader, make_trainer, kind, engine) for kind in kinds))
