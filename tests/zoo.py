@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import lightning as L
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -15,6 +17,33 @@ from lightning_dp import AbstractSampling
 from lightning_dp.accounting.events import AbstractEvent, Gaussian
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.sampling import BatchPlan
+
+
+class Classifier(L.LightningModule):
+    """An ordinary LightningModule around any network."""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.SGD(p, lr=0.1),
+    ) -> None:
+        super().__init__()
+        self.net = net
+        self.make_optimizer = optimizer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self(x), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", nn.functional.cross_entropy(self(x), y))
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self.parameters())
 
 
 def private(**options: Any) -> DifferentialPrivacy:
