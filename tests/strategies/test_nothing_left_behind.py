@@ -10,9 +10,8 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_dp import FullBatch
-from lightning_dp.callbacks import DifferentialPrivacy
+from tests.zoo import private
 
-DELTA = 1e-5
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -22,7 +21,7 @@ class Planted(Exception):
 
 @pytest.fixture
 def privacy():
-    return DifferentialPrivacy(noise_multiplier=1.0, target_delta=DELTA)
+    return private()
 
 
 @pytest.fixture
@@ -102,24 +101,31 @@ def test_traces_see_what_opacus_attaches(mlp):
     assert traces(net) != before  # it forgets some attributes
 
 
-def test_a_fit_leaves_what_a_plain_fit_leaves(privacy, failing, mlp, loader, make_trainer):
-    models = []
+@pytest.mark.parametrize("checks", [True, False])
+def test_a_fit_leaves_what_a_plain_fit_leaves(checks, failing, mlp, loader, make_trainer):
+    privacy, models = private(isolation_probe=checks, spot_checks=checks), []
     for callbacks in ([], [privacy]):
         models.append(failing(mlp()))
-        make_trainer(max_epochs=2, callbacks=callbacks).fit(models[-1], loader, loader)
+        make_trainer(max_steps=3, limit_val_batches=1, callbacks=callbacks).fit(
+            models[-1], loader, loader
+        )
 
-    assert privacy.steps == 20
+    assert privacy.steps == 3
     assert traces(models[1]) == traces(models[0])
 
 
-@pytest.mark.parametrize("error", [Planted(), KeyboardInterrupt()], ids=["exception", "ctrl-c"])
 @pytest.mark.parametrize(
-    "where", ["before forward", "after forward", "after backward", "before the step"]
+    ("where", "error"),
+    [
+        ("before forward", Planted()),
+        ("after forward", KeyboardInterrupt()),
+        ("after backward", Planted()),
+        ("before the step", KeyboardInterrupt()),
+    ],
 )
 def test_an_interrupted_fit_leaves_what_a_plain_one_leaves(
-    where, error, failing, mlp, loader, make_trainer
+    where, error, privacy, failing, mlp, loader, make_trainer
 ):
-    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=DELTA, isolation_probe=False)
     models = []
     for callbacks in ([], [privacy]):
         models.append(failing(mlp()))
@@ -131,10 +137,10 @@ def test_an_interrupted_fit_leaves_what_a_plain_one_leaves(
     assert traces(models[1]) == traces(models[0])
     # And the model can be trained again, plainly and privately.
     models[1].error = None
-    make_trainer(max_epochs=1).fit(models[1], loader)
+    make_trainer(max_steps=2).fit(models[1], loader)
     spent = privacy.steps
-    make_trainer(max_epochs=1, callbacks=[privacy]).fit(models[1], loader)
-    assert privacy.steps == spent + 10
+    make_trainer(max_steps=2, callbacks=[privacy]).fit(models[1], loader)
+    assert privacy.steps == spent + 2
 
 
 def test_a_refused_fit_leaves_the_model_alone(privacy, failing, mlp, make_trainer, blobs):
@@ -164,27 +170,27 @@ def test_class_and_state_of_the_model_never_change(
             (type(module), type(module.net), list(module.state_dict()))
         )
     )
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy, watch])
+    trainer = make_trainer(max_steps=3, callbacks=[privacy, watch])
 
     trainer.fit(model, loader)
 
-    assert during == [before] * 10
+    assert during == [before] * 3
     assert (type(model), type(model.net), list(model.state_dict())) == before
     assert trainer.model is model
 
 
 def test_gradients_of_the_last_step_are_private_or_gone(classifier, mlp, loader, make_trainer):
-    privacy = DifferentialPrivacy(noise_multiplier=1e6, target_delta=DELTA)
+    privacy = private(noise_multiplier=1e6)
     model = classifier(mlp())
 
-    make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
+    make_trainer(max_steps=3, callbacks=[privacy]).fit(model, loader)
 
     left = [param.grad for param in model.parameters() if param.grad is not None]
     assert all(float(grad.abs().mean()) > 1e3 for grad in left)
 
 
 def test_accumulation_is_restored_after_full_batches(classifier, mlp, loader, make_trainer):
-    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=DELTA, sampling=FullBatch())
+    privacy = private(sampling=FullBatch())
     seen = []
 
     class Watches(classifier):
@@ -201,7 +207,7 @@ def test_accumulation_is_restored_after_full_batches(classifier, mlp, loader, ma
 
 
 def test_accumulation_is_restored_after_an_exception(failing, mlp, loader, make_trainer):
-    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=DELTA, sampling=FullBatch())
+    privacy = private(sampling=FullBatch())
     model = failing(mlp())
     model.error = Planted()
     trainer = make_trainer(max_epochs=2, callbacks=[privacy])
@@ -247,19 +253,18 @@ def test_the_same_trainer_validates_tests_and_predicts_before_and_after(
     assert after < before
 
 
-@pytest.mark.parametrize("weights_only", [False, True])
 def test_a_checkpoint_saved_after_the_fit_holds_the_ledger(
-    weights_only, privacy, classifier, mlp, loader, make_trainer, tmp_path
+    privacy, classifier, mlp, loader, make_trainer, tmp_path
 ):
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
+    trainer = make_trainer(max_steps=3, callbacks=[privacy])
     trainer.fit(classifier(mlp()), loader)
 
-    trainer.save_checkpoint(tmp_path / "late.ckpt", weights_only=weights_only)
-
-    saved = torch.load(tmp_path / "late.ckpt", weights_only=True)
-    runs = saved["lightning_dp"]["ledger"]["runs"]
-    event = {"event": "PoissonGaussian", "noise_multiplier": 1.0, "sample_rate": 0.1}
-    assert list(runs.values()) == [[[event, 10]]]
+    for weights_only in (False, True):
+        trainer.save_checkpoint(tmp_path / "late.ckpt", weights_only=weights_only)
+        saved = torch.load(tmp_path / "late.ckpt", weights_only=True)
+        runs = saved["lightning_dp"]["ledger"]["runs"]
+        event = {"event": "PoissonGaussian", "noise_multiplier": 1.0, "sample_rate": 0.1}
+        assert list(runs.values()) == [[[event, 3]]]
 
 
 def test_an_ordinary_trainer_after_a_private_one_is_ordinary(
