@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.gradients import UnsupportedModelError
+from tests.zoo import private
 
 RAN: list[bool] = []  # whether gradients were on
 
@@ -65,13 +66,7 @@ def fit(classifier, blobs, make_trainer) -> Callable[..., tuple[Tensor, Any]]:
     ) -> tuple[Tensor, Any]:
         torch.manual_seed(0)
         plain = classifier(of_net(Block()))
-        settings = {
-            "noise_multiplier": 1.0,
-            "max_grad_norm": 0.5,
-            "isolation_probe": False,
-            "spot_checks": False,
-        }
-        privacy = DifferentialPrivacy(target_delta=1e-5, seed=3, **{**settings, **options})
+        privacy = private(**{"seed": 3, "max_grad_norm": 0.5, **options})
         torch.manual_seed(1)
         trainer = make_trainer(max_epochs=1, callbacks=[privacy], num_sanity_val_steps=0)
         loader = DataLoader(blobs, 60)
@@ -115,8 +110,8 @@ def test_frozen_compiled_parts_run_compiled_in_training(classifier, blobs, make_
         def forward(self, x: Tensor) -> Tensor:
             return self.net(self.backbone(x))
 
-    privacy = DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0, isolation_probe=False)
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
+    privacy = private()
+    trainer = make_trainer(max_steps=2, callbacks=[privacy])
     trainer.fit(Tuned(), DataLoader(blobs, 60))
     assert any(RAN)
     assert privacy.report().mechanism["gradient engine"] == "layers"
@@ -153,9 +148,7 @@ def test_a_compiled_module_is_resumed_and_loaded_under_its_own_names(
     def fit(epochs: int, path: Any) -> L.LightningModule:
         torch.manual_seed(0)
         model = classifier(wrapped(Block()))
-        privacy = DifferentialPrivacy(
-            target_delta=1e-5, noise_multiplier=1.0, isolation_probe=False, spot_checks=False
-        )
+        privacy = private()
         trainer = make_trainer(max_epochs=epochs, callbacks=[privacy])
         trainer.fit(model, DataLoader(blobs, 120), ckpt_path=path)
         trainer.save_checkpoint(tmp_path / "last.ckpt")

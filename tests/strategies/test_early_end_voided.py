@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from lightning_dp import Diff2, FullBatch
 from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.accounting.events import VoidedRunError
-from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report.command import main as report_command
+from tests.zoo import private
 
 CURE = r"zero records whose gradients are not finite.*don't skip batches"
 
@@ -79,21 +79,16 @@ def skipping_by_hand(classifier):
     return ByHand
 
 
-def silent(**settings):
-    return DifferentialPrivacy(
-        noise_multiplier=1.0, target_delta=1e-5, isolation_probe=False, **settings
-    )
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("engine", ["layers", "hooks"])
+@pytest.mark.parametrize(
+    ("way", "engine"), [*((way, "layers") for way in WAYS), (returns_none, "hooks")]
+)
 def test_a_chunk_without_an_answer_is_never_released(
     way, engine, skipping, mlp, loader, make_trainer, weights, at_each_step
 ):
     model, seen = skipping(mlp()), []
     model.way = lambda *args: way(*args)
     watch = at_each_step(lambda trainer, module: seen.append(weights(module)))
-    privacy = silent(engine=engine)
+    privacy = private(engine=engine)
 
     with pytest.raises(VoidedRunError, match=f"Skipping gave no gradient.*{CURE}"):
         make_trainer(max_epochs=1, callbacks=[privacy, watch]).fit(model, loader)
@@ -105,7 +100,7 @@ def test_a_chunk_without_an_answer_is_never_released(
 
 
 def test_one_chunk_of_several_is_enough(skipping, mlp, loader, make_trainer, weights):
-    model, privacy = skipping(mlp()), silent()
+    model, privacy = skipping(mlp()), private()
     model.at = 1
     before = weights(model)
 
@@ -118,13 +113,12 @@ def test_one_chunk_of_several_is_enough(skipping, mlp, loader, make_trainer, wei
     assert privacy.steps == 1
 
 
-@pytest.mark.parametrize("steps", [True, False])
-@pytest.mark.parametrize("at", [3, 9])
+@pytest.mark.parametrize(("at", "steps"), [(3, True), (3, False), (9, False)])
 def test_manual_optimization_without_a_backward_pass(
-    steps, at, skipping_by_hand, mlp, loader, make_trainer
+    at, steps, skipping_by_hand, mlp, loader, make_trainer
 ):
     """Also where the optimizer does not step: that it did not would tell of the records."""
-    model, privacy = skipping_by_hand(mlp()), silent()
+    model, privacy = skipping_by_hand(mlp()), private()
     model.steps, model.at = steps, at
 
     with pytest.raises(VoidedRunError, match=CURE):
@@ -139,9 +133,9 @@ def test_a_backward_override_is_not_asked(engine, classifier, mlp, loader, make_
         def backward(self, loss, *args, **kwargs):
             pass
 
-    privacy = silent(engine=engine)  # the engine goes back by itself
-    make_trainer(max_epochs=1, callbacks=[privacy]).fit(Deaf(mlp()), loader)
-    assert privacy.steps == 10
+    privacy = private(engine=engine)  # the engine goes back by itself
+    make_trainer(max_steps=3, callbacks=[privacy]).fit(Deaf(mlp()), loader)
+    assert privacy.steps == 3
 
 
 def test_a_step_before_the_last_chunk(classifier, mlp, loader, make_trainer):
@@ -154,7 +148,7 @@ def test_a_step_before_the_last_chunk(classifier, mlp, loader, make_trainer):
             self.manual_backward(super().training_step(batch, batch_idx))
             self.optimizers().step()
 
-    privacy = silent(sampling=FullBatch())
+    privacy = private(sampling=FullBatch())
 
     with pytest.raises(VoidedRunError, match=r"before all chunks of the batch"):
         make_trainer(max_epochs=1, callbacks=[privacy]).fit(Early(mlp()), loader)
@@ -172,7 +166,7 @@ def test_a_second_pass_without_an_answer(way, classifier, mlp, loader, make_trai
             self.passes += 1
             return way(self, loss) if self.passes == 3 else loss
 
-    privacy = silent(estimator=Diff2(restart_every=5))
+    privacy = private(estimator=Diff2(restart_every=5))
 
     with pytest.raises(VoidedRunError, match=CURE):
         make_trainer(max_epochs=1, callbacks=[privacy]).fit(Second(mlp()), loader)
@@ -186,7 +180,7 @@ def test_rows_that_are_no_records_are_found_at_any_batch(classifier, mlp, loader
             x, y = batch
             return super().training_step((x[1:], y[1:]) if batch_idx == 2 else batch, batch_idx)
 
-    privacy = silent(engine="layers", spot_checks=False)  # which may see it first
+    privacy = private(engine="layers")
 
     with pytest.raises(VoidedRunError, match="more or fewer rows than the batch has records"):
         make_trainer(max_epochs=1, callbacks=[privacy]).fit(DropsOne(mlp()), loader)
@@ -205,7 +199,7 @@ def test_what_an_engine_refuses_at_a_later_batch_withdraws_what_was_released(
                 return sum(param.sum() for param in self.parameters()) * 0.0
             return super().training_step(batch, batch_idx)
 
-    privacy = silent(engine="layers")
+    privacy = private(engine="layers")
 
     with pytest.raises(VoidedRunError, match=r"net\.0"):
         make_trainer(max_epochs=1, callbacks=[privacy]).fit(Zero(mlp()), loader)
@@ -220,7 +214,7 @@ def test_an_empty_batch_is_a_step_of_noise_alone(classifier, mlp, blobs, make_tr
                 return None
             return super().training_step(batch, batch_idx)
 
-    model, privacy = SkipsStandIns(mlp()), silent()
+    model, privacy = SkipsStandIns(mlp()), private()
     before = weights(model)
 
     make_trainer(max_steps=30, callbacks=[privacy]).fit(model, DataLoader(blobs, batch_size=1))
@@ -236,7 +230,7 @@ def test_an_empty_batch_is_a_step_of_noise_alone(classifier, mlp, blobs, make_tr
 @pytest.fixture
 def voided(skipping, mlp, loader, make_trainer, tmp_path):
     """A run voided at its ninth step, checkpoints every fourth, and one asked for on the way out."""
-    model, privacy = skipping(mlp()), silent()
+    model, privacy = skipping(mlp()), private()
     model.at = 8
     folder = tmp_path / "checkpoints"
     keeping = [
@@ -249,7 +243,7 @@ def voided(skipping, mlp, loader, make_trainer, tmp_path):
     return trainer, model, privacy, sorted(folder.glob("*.ckpt"))
 
 
-def test_nothing_is_saved_after_it(voided, tmp_path):
+def test_nothing_is_saved_after_it_and_the_report_command_says_it(voided, tmp_path, capsys):
     trainer, _, privacy, checkpoints = voided
 
     assert [path.name for path in checkpoints] == ["epoch=0-step=4.ckpt", "epoch=0-step=8.ckpt"]
@@ -262,13 +256,20 @@ def test_nothing_is_saved_after_it(voided, tmp_path):
     assert re.match(r"VOIDED, NOT PRIVATE \(Skipping gave no gradient", str(privacy.report()))
     assert not privacy.report().private
 
+    (journal,) = tmp_path.rglob("*.journal")
+    for file in ([str(checkpoints[0])], [str(journal), "--delta", "1e-5"]):
+        capsys.readouterr()
+        assert report_command(file) == 1
+        said = capsys.readouterr().out
+        assert "ε = inf" in said
+        assert re.search("PROBLEM: .*VOIDED.*Skipping gave no gradient", said)
 
-def test_earlier_checkpoints_cannot_be_resumed(
+
+def test_it_fits_no_more_and_a_new_callback_does(
     voided, classifier, mlp, loader, make_trainer, tmp_path
 ):
-    *_, checkpoints = voided
-    again = silent()
-
+    _, model, privacy, checkpoints = voided
+    again = private()
     for path in checkpoints:
         with pytest.raises(VoidedRunError, match="Skipping gave no gradient"):
             make_trainer(max_epochs=2, callbacks=[again]).fit(
@@ -276,33 +277,14 @@ def test_earlier_checkpoints_cannot_be_resumed(
             )
     assert again.steps == 0 or again.epsilon == math.inf
 
-
-def test_the_same_callback_fits_no_more_and_a_new_one_does(voided, loader, make_trainer):
-    _, model, privacy, _ = voided
     with pytest.raises(VoidedRunError):
         make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
-    model.at, new = -1, silent()
-
+    model.at, new = -1, private()
     with pytest.warns(PrivacyWarning, match="trained before under another privacy ledger"):
-        make_trainer(max_epochs=1, callbacks=[new]).fit(model, loader)
-
-    assert new.steps == 10
+        make_trainer(max_steps=2, callbacks=[new]).fit(model, loader)
+    assert new.steps == 2
     assert math.isfinite(new.epsilon)
     assert not any(part._forward_hooks for part in model.modules())
-
-
-def test_the_report_command_says_it_of_checkpoints_and_of_the_journal(voided, tmp_path, capsys):
-    *_, checkpoints = voided
-    (journal,) = tmp_path.rglob("*.journal")
-
-    assert report_command([str(checkpoints[0])]) == 1
-    of_checkpoint = capsys.readouterr().out
-    assert report_command([str(journal), "--delta", "1e-5"]) == 1
-    of_journal = capsys.readouterr().out
-
-    for said in (of_checkpoint, of_journal):
-        assert "ε = inf" in said
-        assert re.search("PROBLEM: .*VOIDED.*Skipping gave no gradient", said)
 
 
 def test_an_error_that_is_caught_ends_the_run_at_the_next_batch(
@@ -315,7 +297,7 @@ def test_an_error_that_is_caught_ends_the_run_at_the_next_batch(
             except VoidedRunError:
                 self.then = nn.utils.parameters_to_vector(self.parameters()).detach().clone()
 
-    model, privacy = Catches(mlp()), silent()
+    model, privacy = Catches(mlp()), private()
 
     with pytest.raises(VoidedRunError):
         make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)

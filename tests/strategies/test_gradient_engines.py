@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_dp import Diff2, FullBatch
-from lightning_dp.callbacks import DifferentialPrivacy
+from tests.zoo import private
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
@@ -71,18 +71,7 @@ def train(classifier, blobs, make_trainer):
     def run(engine: str, make: Any, kind: Any = classifier, **options: Any) -> Any:
         torch.manual_seed(0)
         model = kind(make())
-        privacy = DifferentialPrivacy(
-            **{
-                "target_delta": 1e-5,
-                "noise_multiplier": 1.0,
-                "max_grad_norm": 0.5,
-                "seed": 3,
-                "engine": engine,
-                "isolation_probe": False,
-                "spot_checks": False,
-                **options,
-            }
-        )
+        privacy = private(**{"max_grad_norm": 0.5, "seed": 3, "engine": engine, **options})
         torch.manual_seed(1)  # dropout
         make_trainer(max_epochs=2, accumulate_grad_batches=2, callbacks=[privacy]).fit(
             model, DataLoader(blobs, 60)
@@ -184,14 +173,7 @@ def test_manual_backward(engine, arguments, classifier, blobs, make_trainer):
     for kind in (classifier, Manual):
         torch.manual_seed(0)
         model = kind(nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)))
-        privacy = DifferentialPrivacy(
-            target_delta=1e-5,
-            noise_multiplier=0.0,
-            sampling=FullBatch(),
-            engine=engine,
-            isolation_probe=False,
-            spot_checks=False,
-        )
+        privacy = private(noise_multiplier=0.0, sampling=FullBatch(), engine=engine)
         make_trainer(max_epochs=3, callbacks=[privacy]).fit(model, DataLoader(blobs, 240))
         results.append(nn.utils.parameters_to_vector(model.parameters()).detach())
     torch.testing.assert_close(*results, rtol=0, atol=1e-7)

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_dp import Diff2, FullBatch, Momentum, PrivacyConfig
 from lightning_dp.callbacks import DifferentialPrivacy, PrivateSingleDeviceStrategy
 from lightning_dp.schedules import Exponential
+from tests.zoo import private
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning")
 
@@ -67,7 +68,7 @@ def fitted(make_trainer: Any) -> Callable[..., L.Trainer]:
         callbacks = [TQDMProgressBar(refresh_rate=0), *([privacy] if privacy else [])]
         trainer: L.Trainer = make_trainer(
             callbacks=callbacks,
-            max_epochs=2,
+            max_steps=4,
             enable_progress_bar=True,
             limit_val_batches=1,
             **options,
@@ -78,12 +79,6 @@ def fitted(make_trainer: Any) -> Callable[..., L.Trainer]:
         return trainer
 
     return fit
-
-
-def private(**settings: Any) -> DifferentialPrivacy:
-    return DifferentialPrivacy(
-        target_delta=1e-5, isolation_probe=False, spot_checks=False, **settings
-    )
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -103,14 +98,14 @@ def test_parts_of_a_private_strategy_of_its_own_class_can_be_pickled(fitted: Any
     trainer = fitted(None, strategy=PrivateSingleDeviceStrategy("cpu", privacy=config))
     twin = pickle.loads(pickle.dumps(trainer))
     assert type(twin.strategy) is PrivateSingleDeviceStrategy
-    assert twin.strategy.private_run.steps == 20
+    assert twin.strategy.private_run.steps == 4
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_copied_trainer_saves_the_ledger_and_goes_on_spending_it(
     way: str, fitted: Any, tmp_path: Path
 ) -> None:
-    privacy = private(noise_multiplier=1.0)
+    privacy = private()
     twin = WAYS[way](fitted(privacy))
     (its,) = (each for each in twin.callbacks if isinstance(each, DifferentialPrivacy))
     assert its is not privacy and twin.strategy.private_run is its._run
@@ -119,26 +114,26 @@ def test_a_copied_trainer_saves_the_ledger_and_goes_on_spending_it(
     saved = torch.load(tmp_path / "twin.ckpt", weights_only=True)["lightning_dp"]["ledger"]
     assert saved == privacy._run.ledger.state_dict()
 
-    twin.fit_loop.max_epochs = 3
+    twin.fit_loop.epoch_loop.max_steps = 6
     twin.fit(
         twin.lightning_module, DataLoader(TensorDataset(torch.randn(40, 32)), 4, collate_fn=records)
     )
-    assert (its.steps, privacy.steps) == (30, 20)
+    assert (its.steps, privacy.steps) == (6, 4)
 
 
 def test_two_copies_of_a_ledger_both_count(fitted: Any) -> None:
-    privacy = private(noise_multiplier=1.0)
+    privacy = private()
     fitted(privacy)
     one, two = pickle.loads(pickle.dumps(privacy)), copy.deepcopy(privacy)
     fitted(one)
     fitted(two)
-    assert (one.steps, two.steps) == (40, 60)  # the journal of both is one
+    assert (one.steps, two.steps) == (8, 12)  # the journal of both is one
     fitted(privacy)
-    assert privacy.steps == 80
+    assert privacy.steps == 16
 
 
 def test_what_a_callback_pickles_holds_no_model_data_or_trainer(fitted: Any) -> None:
-    privacy = private(noise_multiplier=1.0)
+    privacy = private()
     fitted(privacy)
     content = pickle.dumps(privacy._run)  # Lightning sets the model's log() on every callback
     assert len(content) < 20_000
@@ -153,7 +148,7 @@ def test_copies_made_in_mid_step_hold_nothing_that_is_not_noised(make_trainer: A
         def on_before_optimizer_step(self, trainer: L.Trainer, *args: Any) -> None:
             self.made += [way(trainer.strategy) for way in WAYS.values()]
 
-    privacy = private(noise_multiplier=1.0)
+    privacy = private()
     trainer = make_trainer(max_steps=1, callbacks=[privacy, Copying()])
     Copying.made = []
     trainer.fit(BoringModel())
@@ -169,7 +164,7 @@ def test_copies_made_in_mid_step_hold_nothing_that_is_not_noised(make_trainer: A
 
 def test_no_thread_is_left_after_a_fit(make_trainer: Any) -> None:
     before = threading.active_count()
-    privacy = private(noise_multiplier=1.0)
+    privacy = private()
     trainer = make_trainer(max_steps=3, limit_val_batches=0, callbacks=[privacy])
     trainer.fit(Wide())
     assert privacy.steps == 3
@@ -197,7 +192,7 @@ def test_another_module_is_fitted_plainly_by_a_fresh_trainer_after_it(
     weights = []
     for is_after in (False, True):
         if is_after:
-            fitted(private(noise_multiplier=1.0, engine="hooks"))
+            fitted(private(engine="hooks"))
         torch.manual_seed(0)
         model, data = BoringModel(), torch.randn(40, 32)
         trainer = make_trainer(max_epochs=1, limit_val_batches=1)

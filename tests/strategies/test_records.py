@@ -1,21 +1,18 @@
-"""A fit whose collate_fn, transfer hooks or data set mix records, and fits in which none does."""
+"""Data sets whose records change or are read together during a fit."""
 
 from __future__ import annotations
 
 import math
-import random
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_dp.accounting.events import VoidedRunError
-from lightning_dp.accounting.journal import read_journal
 from lightning_dp.callbacks import DifferentialPrivacy
 
 X, Y = torch.randn(40, 3), torch.arange(40) % 2
@@ -48,10 +45,6 @@ def fit(make_trainer, module=None, data=None, dataset=None, collate=None, worker
     return privacy
 
 
-def charges(folder):
-    return [read_journal(journal)[1].total for journal in folder.rglob("*.journal")]
-
-
 class Resamples(Model):
     """Shows hard examples more often after some steps."""
 
@@ -71,98 +64,15 @@ def test_a_record_that_is_named_twice_during_fit_voids_the_run(make_trainer, tmp
         fit(make_trainer, Resamples(subset, after), dataset=subset, ledger_dir=str(tmp_path))
 
 
-def mixup(samples):
-    x, y = default_collate(samples)
-    return (x + x.roll(1, 0) if random.random() < 0.5 else x), y
-
-
-# -- hooks between collate_fn and training_step ---------------------------------------------
-
-
-class Before(Model):
-    def on_before_batch_transfer(self, batch, dataloader_idx):
-        x, y = batch
-        return x + x.flip(0), y
-
-
-class Transfers(Model):
-    def transfer_batch_to_device(self, batch, device, dataloader_idx):
-        x, y = super().transfer_batch_to_device(batch, device, dataloader_idx)
-        return x - x.mean(0), y
-
-
-class After(Model):
-    def on_after_batch_transfer(self, batch, dataloader_idx):
-        x, y = batch
-        if self.trainer.training and torch.rand(()) < 0.5:
-            share = np.random.beta(1, 1)
-            x = share * x + (1 - share) * x.roll(1, 0)
-        return x, y
-
-
-class KeepsMean(Model):
-    mean = 0.0
-
-    def on_after_batch_transfer(self, batch, dataloader_idx):
-        x, y = batch
-        x, self.mean = x - self.mean, x.mean(0)
-        return x, y
-
-
-class Later(Model):
-    def on_after_batch_transfer(self, batch, dataloader_idx):
-        x, y = batch
-        return (x + x.flip(0) if self.current_epoch >= 5 else x), y
-
-
-class Data(L.LightningDataModule):
-    def __init__(self, mixes):
-        super().__init__()
-        self.mixes = mixes
-
-    def on_after_batch_transfer(self, batch, dataloader_idx):
-        x, y = batch
-        return (x * x[:1] if self.mixes else x * 2), y
-
-
-class Augments(Model):
-    """Augments as kornia does: at random for each record, on the device, while it trains."""
-
-    calls = 0
-
-    def on_before_batch_transfer(self, batch, dataloader_idx):
-        self.calls += 1
-        return batch
-
-    def transfer_batch_to_device(self, batch, device, dataloader_idx):
-        self.log("size", 20.0)
-        return [part.to(device) for part in batch]
-
-    def on_after_batch_transfer(self, batch, dataloader_idx):
-        x, y = batch
-        if self.trainer.training:
-            x = x * (1 + 0.1 * torch.randn(len(x), 1, device=x.device)) + torch.rand(())
-        return x, y
-
-
 # -- data sets ------------------------------------------------------------------------------
 
 
 class Rows(Dataset):
-    def __init__(self):
-        self.before, self.reads = None, 0
-
     def __len__(self):
         return 40
 
     def __getitem__(self, i):
         return X[i], Y[i]
-
-
-class MixesWithTheOneBefore(Rows):
-    def __getitem__(self, i):
-        x, self.before = X[i] if self.before is None else (X[i] + self.before) / 2, X[i]
-        return x, Y[i]
 
 
 class MixesInACall(Rows):
@@ -173,20 +83,6 @@ class MixesInACall(Rows):
 
 def test_without_spot_checks_it_is_not_watched(make_trainer):
     assert math.isfinite(fit(make_trainer, dataset=MixesInACall(), spot_checks=False).epsilon)
-
-
-class Random(Rows):
-    def __getitem__(self, i):
-        self.reads += 1
-        return X[i] + torch.randn(3) + random.random(), Y[i]
-
-
-class ByTheClock(Rows):
-    clock = 0
-
-    def __getitem__(self, i):
-        type(self).clock += 1
-        return X[i] + self.clock, Y[i]
 
 
 class Sequences(Dataset):
@@ -203,24 +99,11 @@ def padded(samples):
     return x, lengths, torch.tensor([y for _, y in samples])
 
 
-class MaskedMean(Model):
-    def training_step(self, batch, batch_idx):
-        x, lengths, y = batch
-        mask = torch.arange(x.shape[1]) < lengths[:, None]
-        pooled = (x * mask[..., None]).sum(1) / lengths[:, None]
-        return F.cross_entropy(self.layer(pooled), y)
-
-
 class Mean(Model):
     """Counts the padding, so the longest record moves the gradients of all others."""
 
     def training_step(self, batch, batch_idx):
         return F.cross_entropy(self.layer(batch[0].mean(1)), batch[2])
-
-
-class NoisyMean(MaskedMean):
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) + 0 * torch.randn_like(batch[0]).sum()
 
 
 def test_records_that_run_alone_are_padded_by_no_other(make_trainer):

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import FullBatch
-from lightning_dp.callbacks import DifferentialPrivacy
+from tests.zoo import private
 
 
 class Sequences(L.LightningModule):
@@ -79,14 +79,7 @@ def test_without_noise_and_clipping_a_model_trains_as_ever(kind, blobs, make_tra
     for is_private in (False, True):
         torch.manual_seed(0)
         model = kind(dropout=0.0)
-        privacy = DifferentialPrivacy(
-            target_delta=1e-5,
-            noise_multiplier=0.0,
-            max_grad_norm=1e6,
-            sampling=FullBatch(),
-            isolation_probe=False,  # of another test,
-            spot_checks=False,
-        )
+        privacy = private(noise_multiplier=0.0, max_grad_norm=1e6, sampling=FullBatch())
         callbacks = [privacy] if is_private else []
         make_trainer(max_epochs=3, callbacks=callbacks).fit(model, DataLoader(blobs, 240))
         results.append(nn.utils.parameters_to_vector(model.parameters()).detach())
@@ -98,13 +91,7 @@ def test_without_noise_and_clipping_a_model_trains_as_ever(kind, blobs, make_tra
 def test_a_model_trains_privately(kind, blobs: TensorDataset, make_trainer):
     torch.manual_seed(0)
     model = kind()
-    privacy = DifferentialPrivacy(
-        target_delta=1e-5,
-        target_epsilon=4.0,
-        max_grad_norm=1.0,
-        isolation_probe=False,
-        spot_checks=False,
-    )
+    privacy = private(target_epsilon=4.0, max_grad_norm=1.0)
     trainer = make_trainer(max_epochs=2, callbacks=[privacy], accumulate_grad_batches=2)
     trainer.fit(model, DataLoader(blobs, 60))
     assert privacy.report().mechanism["gradient engine"].startswith("records, since layers")

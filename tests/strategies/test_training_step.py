@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dp.callbacks import DifferentialPrivacy
-
-DELTA = 1e-5
+from tests.zoo import private
 
 
 def test_a_forward_pass_before_training_does_not_matter(
@@ -36,11 +34,9 @@ def test_a_forward_pass_beside_the_loss_is_no_part_of_it(
             return super().training_step(batch, batch_idx)
 
     def fit(kind):
-        privacy = DifferentialPrivacy(
-            target_delta=1e-5, noise_multiplier=0.0, seed=1, engine=engine
-        )
+        privacy = private(noise_multiplier=0.0, seed=1, engine=engine)
         model = kind(mlp())
-        make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
+        make_trainer(max_steps=3, callbacks=[privacy]).fit(model, loader)
         return nn.utils.parameters_to_vector(model.parameters())
 
     assert torch.equal(fit(Twice), fit(classifier))
@@ -102,7 +98,7 @@ def test_user_hooks_see_private_gradients_or_none(
         def on_before_optimizer_step(self, optimizer):
             before_step.append(torch.cat([p.grad.flatten() for p in self.parameters()]))
 
-    noisy = DifferentialPrivacy(noise_multiplier=1e6, target_delta=DELTA)
+    noisy = private(noise_multiplier=1e6)
     model = LooksToo(mlp(), lambda params: torch.optim.SGD(params, lr=0.0))
     trainer = make_trainer(
         max_epochs=1, accumulate_grad_batches=accumulate, callbacks=[Looks(), noisy]
