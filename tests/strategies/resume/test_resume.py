@@ -13,11 +13,18 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_dp import Diff2, FullBatch, Momentum
+from lightning_dp import FullBatch, Momentum
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.events import Gaussian, PoissonGaussian
-from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.schedules import Exponential
+from tests.strategies.resume.chains import RECORDS as CHAIN_RECORDS
+from tests.strategies.resume.chains import Chain, Interrupt, Planted, Stepping
+from tests.zoo import WholeSet, flat, private
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
+    pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
+]
 
 # (accumulate, epoch, batch_idx): the end of an epoch, its middle, inside an accumulation window.
 PLACES = [(1, 0, 11), (1, 1, 4), (3, 0, 11), (3, 1, 5), (3, 0, 4), (3, 1, 0)]
@@ -52,47 +59,25 @@ def charged_by_hand(steps: int, accumulate: int = 1) -> float:
 
 @pytest.mark.parametrize(("accumulate", "epoch", "batch_idx"), PLACES)
 def test_resumed_weights_equal_the_uninterrupted_runs(
-    fit: Any,
-    save_at: Any,
-    whole_set: Any,
-    tmp_path: Path,
-    accumulate: int,
-    epoch: int,
-    batch_idx: int,
+    fit: Any, save_at: Any, tmp_path: Path, accumulate: int, epoch: int, batch_idx: int
 ) -> None:
     privacy = {
         "noise_multiplier": 0.0,
         "max_grad_norm": 0.3,
-        "sampling": whole_set,
+        "sampling": WholeSet(),
         "postprocessing": [Momentum(0.6)],
     }
     options = {"accumulate_grad_batches": accumulate, "optimizer": with_scheduler}
-    whole = fit(privacy=privacy, **options)
     saving = save_at(tmp_path / "mid.ckpt", epoch, batch_idx)
-    fit(privacy=privacy, callbacks=(saving,), **options)
+    whole = fit(privacy=privacy, callbacks=(saving,), **options)
     resumed = fit(tmp_path / "mid.ckpt", privacy=privacy, weights_only=True, **options)
     torch.testing.assert_close(resumed.weights, whole.weights, rtol=0, atol=1e-6)
-    assert resumed.trainer.global_step == whole.trainer.global_step
-    start = fit.model()
-    moved = whole.weights - torch.nn.utils.parameters_to_vector(start.parameters()).detach()
-    assert moved.norm() > 0.2
-
-
-@pytest.mark.parametrize(("accumulate", "epoch", "batch_idx"), PLACES)
-def test_ledger_holds_the_steps_of_both_runs(
-    fit: Any, save_at: Any, tmp_path: Path, accumulate: int, epoch: int, batch_idx: int
-) -> None:
-    saving = save_at(tmp_path / "mid.ckpt", epoch, batch_idx)
-    options = {"accumulate_grad_batches": accumulate}
-    first = fit(callbacks=(saving,), **options)
-    resumed = fit(tmp_path / "mid.ckpt", **options)
+    assert (whole.weights - flat(fit.model())).norm() > 0.2
     before = (epoch * 12 + batch_idx + 1) // accumulate
     planned = 2 * fit.steps_per_epoch(accumulate)
-    assert first.privacy.steps == planned
+    assert resumed.trainer.global_step == whole.trainer.global_step == planned
     assert resumed.probe.optimizer_steps == planned - before  # noised steps continue the plan
-    assert resumed.privacy.steps == first.privacy.steps + resumed.probe.optimizer_steps
-    by_hand = charged_by_hand(resumed.privacy.steps, accumulate)
-    assert resumed.privacy.epsilon == pytest.approx(by_hand, rel=1e-9)
+    assert resumed.privacy.steps == planned + resumed.probe.optimizer_steps
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -123,9 +108,9 @@ def test_noise_schedule_continues_at_the_right_step(fit: Any, tmp_path: Path) ->
 
 
 def test_schedule_of_an_older_checkpoint_repeats_its_steps_in_the_ledger(
-    fit: Any, whole_set: Any, save_at: Any, tmp_path: Path
+    fit: Any, save_at: Any, tmp_path: Path
 ) -> None:
-    privacy = {"noise_multiplier": 4.0, "noise_schedule": Exponential(0.1), "sampling": whole_set}
+    privacy = {"noise_multiplier": 4.0, "noise_schedule": Exponential(0.1), "sampling": WholeSet()}
     fit(privacy=privacy, callbacks=(save_at(tmp_path / "old.ckpt", 0, 2),), max_steps=5)
     resumed = fit(tmp_path / "old.ckpt", privacy=privacy, max_steps=5)
     expected = Counter(Gaussian(4.0 * math.exp(-0.1 * t)) for t in [0, 1, 2, 3, 4, 3, 4])
@@ -169,15 +154,6 @@ def test_checkpoint_after_fit_extends_the_run(fit: Any, tmp_path: Path) -> None:
     assert resumed.privacy.epsilon == pytest.approx(charged_by_hand(36), rel=1e-9)
 
 
-def test_resumed_run_can_be_resumed_again(fit: Any, tmp_path: Path) -> None:
-    for steps in (3, 8, 17, 24):
-        path = tmp_path / "last.ckpt"
-        fitted = fit(path if path.exists() else None, max_epochs=-1, max_steps=steps)
-        fitted.trainer.save_checkpoint(path)
-        assert fitted.privacy.steps == fitted.trainer.global_step == steps
-    assert len(list((tmp_path / "privacy").glob("*.journal"))) == 1
-
-
 def test_weights_only_checkpoint_holds_the_ledger_and_lightning_refuses_to_resume_it(
     fit: Any, tmp_path: Path
 ) -> None:
@@ -190,20 +166,18 @@ def test_weights_only_checkpoint_holds_the_ledger_and_lightning_refuses_to_resum
     assert first.privacy.steps == 24
 
 
-@pytest.mark.parametrize("limit", [5, 0.5])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("limit", "accumulate", "steps"), [(5, 2, 9), (0.5, 1, 18)])
 def test_limited_epochs_resume_at_their_end_and_middle(
-    fit: Any, save_at: Any, tmp_path: Path, limit: float, accumulate: int
+    fit: Any, save_at: Any, tmp_path: Path, limit: float, accumulate: int, steps: int
 ) -> None:
     options = {"limit_train_batches": limit, "accumulate_grad_batches": accumulate}
-    whole = fit(max_epochs=3, **options)
     for epoch, batch_idx in [(0, int(limit if limit > 1 else 12 * limit) - 1), (1, 2)]:
         path = tmp_path / f"{epoch}.ckpt"
         fit(max_epochs=epoch + 1, callbacks=(save_at(path, epoch, batch_idx),), **options)
         known = torch.load(path, weights_only=True)["global_step"]
         resumed = fit(path, max_epochs=3, **options)
-        assert resumed.trainer.global_step == whole.trainer.global_step
-        assert resumed.probe.optimizer_steps == whole.trainer.global_step - known
+        assert resumed.trainer.global_step == steps
+        assert resumed.probe.optimizer_steps == steps - known
 
 
 def test_epoch_end_checkpoint_of_limited_epochs_resumes(fit: Any, tmp_path: Path) -> None:
@@ -270,26 +244,22 @@ def test_manual_optimization_resumes(fit: Any, save_at: Any, tmp_path: Path) -> 
     assert resumed.privacy.steps == 24 + 8
 
 
-@pytest.mark.parametrize(
-    ("was", "now"),
-    [
-        ({"max_grad_norm": 1}, {"max_grad_norm": 1.0}),
-        ({"max_grad_norm": np.float64(1.0), "noise_multiplier": 1}, {"max_grad_norm": 1}),
-        ({"estimator": Diff2(2)}, {"estimator": Diff2(np.int64(2), 1, 1)}),
-        ({"noise_schedule": Exponential(0)}, {"noise_schedule": Exponential(np.float32(0.0))}),
-        ({"postprocessing": [Momentum(0)]}, {"postprocessing": (Momentum(0.0),)}),
-    ],
-)
-def test_a_number_written_otherwise_resumes(
-    fit: Any, save_at: Any, tmp_path: Path, was: dict[str, Any], now: dict[str, Any]
-) -> None:
+def test_a_number_written_otherwise_resumes(fit: Any, save_at: Any, tmp_path: Path) -> None:
     """YAML says 1 where Python says 1.0."""
-    estimator = {"max_grad_norm": None} if "estimator" in was else {}
-    fit(privacy={**estimator, **was}, callbacks=(save_at(tmp_path / "a.ckpt", 0, 3),), max_steps=5)
-
-    resumed = fit(tmp_path / "a.ckpt", privacy={**estimator, **now}, max_steps=6)
-
-    assert resumed.trainer.global_step == 6
+    was = {
+        "max_grad_norm": 1,
+        "noise_multiplier": 1,
+        "noise_schedule": Exponential(0),
+        "postprocessing": [Momentum(0)],
+    }
+    now = {
+        "max_grad_norm": np.float64(1.0),
+        "noise_multiplier": 1.0,
+        "noise_schedule": Exponential(np.float32(0.0)),
+        "postprocessing": (Momentum(0.0),),
+    }
+    fit(privacy=was, callbacks=(save_at(tmp_path / "a.ckpt", 0, 3),), max_steps=5)
+    assert fit(tmp_path / "a.ckpt", privacy=now, max_steps=6).trainer.global_step == 6
 
 
 def test_last_checkpoint_is_found_by_name(fit: Any, tmp_path: Path) -> None:
@@ -319,21 +289,85 @@ def test_same_trainer_goes_back_to_an_older_checkpoint(
     assert fitted.privacy.epsilon == pytest.approx(charged_by_hand(42), rel=1e-9)
 
 
-def test_a_run_that_was_seeded_once_is_never_reported_as_private(
-    tmp_path, make_trainer, classifier, mlp, loader
-):
-    seeded = DifferentialPrivacy(
-        noise_multiplier=1.0, target_delta=1e-5, seed=0, isolation_probe=False, spot_checks=False
-    )
-    trainer = make_trainer(max_epochs=1, callbacks=[seeded])
-    trainer.fit(classifier(mlp()), loader)
-    trainer.save_checkpoint(tmp_path / "seeded.ckpt")
+def test_a_run_that_was_seeded_once_is_never_reported_as_private(fit: Any, tmp_path: Path) -> None:
+    fit(privacy={"seed": 0}, max_steps=2).trainer.save_checkpoint(tmp_path / "seeded.ckpt")
+    report = fit(tmp_path / "seeded.ckpt", max_steps=3).privacy.report()
+    assert not report.private
+    assert str(report).startswith("NOT PRIVATE (a seed was set)")
 
-    resumed = DifferentialPrivacy(
-        noise_multiplier=1.0, target_delta=1e-5, isolation_probe=False, spot_checks=False
-    )
-    again = make_trainer(max_epochs=2, callbacks=[resumed])
-    again.fit(classifier(mlp()), loader, ckpt_path=tmp_path / "seeded.ckpt")
 
-    assert not resumed.report().private
-    assert str(resumed.report()).startswith("NOT PRIVATE (a seed was set)")
+# -- random chains of interruptions -----------------------------------------------------------------
+
+# Each of the first ones could not go on, or made other steps, when the loader kept its own position.
+FEW = [6]
+MANY = [10, 13, 23, *range(100, 160)]
+
+
+@pytest.mark.parametrize(
+    "seed", [*FEW, *(pytest.param(seed, marks=pytest.mark.slow) for seed in MANY)]
+)
+def test_a_private_chain_of_resumes_goes_where_the_plain_one_goes(
+    seed: int, make_trainer: Any, tmp_path: Path
+) -> None:
+    chain = Chain.of(seed)
+    plain = [trail for trail, *_ in chain.run(tmp_path / "plain", make_trainer)]
+    assert len(plain) == 6
+
+    steps = interruptions = 0
+    ours = chain.run(tmp_path / "private", make_trainer, lambda: private(sampling=WholeSet()))
+    for expected, (trail, model, spent) in zip(plain, ours, strict=True):
+        assert trail == expected  # not the steps alone: all progress of all loops
+        if not trail.is_resumed:
+            steps = interruptions = 0
+        steps, interruptions = steps + len(model.seen), interruptions + 1
+        assert 0 <= spent.steps - steps <= interruptions
+        for chunks in model.seen:  # every step saw a whole batch, and no chunk of another one
+            assert [chunk.first for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
+            assert sum(chunk.size for chunk in chunks) == CHAIN_RECORDS
+
+
+def test_fits_of_one_trainer_without_a_checkpoint_go_where_plain_ones_go(make_trainer: Any) -> None:
+    def steps_and_epochs(callbacks: list[Any]) -> list[tuple[int, int]]:
+        places, model = [], Stepping()
+        error = Interrupt("on_train_batch_end", 5, Planted())
+        options = {"accumulate_grad_batches": 2, "limit_train_batches": 7}
+        trainer = make_trainer(callbacks=[*callbacks, error], max_epochs=2, **options)
+        for max_epochs in (2, 2, 4, 5):
+            trainer.fit_loop.max_epochs = max_epochs
+            try:
+                trainer.fit(model)
+            except Planted:
+                assert not places
+            places.append((trainer.global_step, trainer.current_epoch))
+        return places
+
+    privacy = private(sampling=WholeSet())
+    ours = steps_and_epochs([privacy])
+    assert ours == steps_and_epochs([])
+    assert privacy.steps == ours[-1][0] + 1  # one batch was charged and interrupted
+
+
+def test_a_position_that_an_older_checkpoint_holds_is_ignored(
+    fit: Any, save_at: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "old.ckpt"
+    fit(max_steps=6, callbacks=(save_at(path, 0, 4),))
+    checkpoint = torch.load(path, weights_only=True)
+    loops = checkpoint["loops"]["fit_loop"]["state_dict"]
+    assert loops["combined_loader"] == [{}]  # nothing about records, and no position
+    loops["combined_loader"] = [{"chunks_done": 9}]
+    torch.save(checkpoint, path)
+    assert fit(path).probe.optimizer_steps == 24 - 5
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_run_saved_at_an_epochs_last_batch_is_resumed_again_and_again(
+    workers: int, fit: Any, tmp_path: Path
+) -> None:
+    path, options = tmp_path / "last.ckpt", {"workers": workers, "max_epochs": -1}
+    for steps in (12, 15, 24, 24, 29):
+        saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
+        given = path if path.exists() else None
+        fitted = fit(given, callbacks=(saving,), max_steps=steps, **options)
+        assert fitted.trainer.global_step == fitted.privacy.steps == steps
+    assert len(list((tmp_path / "privacy").glob("*.journal"))) == 1

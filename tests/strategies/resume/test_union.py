@@ -13,6 +13,7 @@ import pytest
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.events import PoissonGaussian
 from lightning_dp.accounting.journal import JournalError, read_journal
+from tests.zoo import private
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def journals(folder: Path) -> list[Path]:
 def test_older_checkpoint_in_the_same_process_never_shrinks_the_ledger(
     fit: Any, old: Any, tmp_path: Path, same_callback: bool
 ) -> None:
-    privacy = old.privacy if same_callback else fit.privacy()
+    privacy = old.privacy if same_callback else private()
     seen = []
 
     class Watch(L.Callback):
