@@ -7,6 +7,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -29,9 +30,14 @@ AVOIDED = {
 TURNS = re.compile(rf"\b({'|'.join(AVOIDED)})\b", re.IGNORECASE)
 
 
+@cache
+def nodes(code: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(code)))
+
+
 def docstrings(code: str) -> Iterator[tuple[int, str]]:
     """Line and text of each string that stands alone: of modules, classes, functions, attributes."""
-    alone = (node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Expr))
+    alone = (node.value for node in nodes(code) if isinstance(node, ast.Expr))
     yield from (
         (each.lineno, each.value)
         for each in alone
@@ -41,7 +47,7 @@ def docstrings(code: str) -> Iterator[tuple[int, str]]:
 
 def texts(code: str) -> Iterator[tuple[int, str]]:
     """Line and text of each string and comment."""
-    for node in ast.walk(ast.parse(code)):
+    for node in nodes(code):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value
     for token in tokenize.generate_tokens(io.StringIO(code).readline):
@@ -62,7 +68,7 @@ def types_by_mistake(code: str) -> list[str]:
     """Summaries of properties with a colon: Sphinx would print what stands before it as the type."""
     return [
         f"line {node.lineno}: {summary}"
-        for node in ast.walk(ast.parse(code))
+        for node in nodes(code)
         if isinstance(node, ast.FunctionDef)
         and any(isinstance(d, ast.Name) and "property" in d.id for d in node.decorator_list)
         and ": " in (summary := (ast.get_docstring(node) or "").partition("\n")[0])

@@ -56,17 +56,14 @@ ROUNDS = [
 ]
 
 
-def every_other(batches: str, keep: int | None, fresh: bool, noise: float) -> bool:
-    """Half of the rounds, in which each two values meet."""
-    return noise == 0 or (BATCHES.index(batches) + (keep or 0) // 2 + (keep == 1) + fresh) % 2 == 0
+def is_default(batches: str, keep: int | None, fresh: bool, noise: float) -> bool:
+    """A third of the rounds, in which each value is."""
+    return (BATCHES.index(batches) + (keep or 0) // 2 + 2 * (keep == 1) + fresh) % 3 == 0
 
 
 @pytest.mark.parametrize(
     ("batches", "keep", "fresh", "noise"),
-    [
-        each if every_other(*each) else pytest.param(*each, marks=pytest.mark.slow)
-        for each in ROUNDS
-    ],
+    [each if is_default(*each) else pytest.param(*each, marks=pytest.mark.slow) for each in ROUNDS],
 )
 def test_rounds_equal_the_twin(fit, twin, batches, keep, fresh, noise):
     options: dict[str, Any] = {"batch_size": 20, "sampling": FullBatch()}
@@ -162,7 +159,7 @@ def test_without_noise_and_clipping_one_round_is_the_newton_step(make_trainer):
         target_delta=1e-5,
         noise_multiplier=0.0,
         sampling=FullBatch(),
-        estimator=CubicNewton(smallest, 0.0, 400, 1e6, 1e6),
+        estimator=CubicNewton(smallest, 0.0, 60, 1e6, 1e6),
         isolation_probe=False,
         spot_checks=False,
     )
@@ -170,7 +167,7 @@ def test_without_noise_and_clipping_one_round_is_the_newton_step(make_trainer):
     make_trainer(max_epochs=1, callbacks=[privacy]).fit(
         model, DataLoader(TensorDataset(x, y), batch_size=30)
     )
-    torch.testing.assert_close(model.net.weight[0], exact, rtol=0, atol=1e-3)
+    torch.testing.assert_close(model.net.weight[0], exact, rtol=0, atol=1e-2)
 
 
 @pytest.mark.slow

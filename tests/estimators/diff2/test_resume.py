@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_dp import Diff2, FullBatch
 from lightning_dp.estimators import Storm
 
-STEPS = 8
+STEPS = 6
 
 
 def options(estimator: Any, noise: float = 0.0) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def options(estimator: Any, noise: float = 0.0) -> dict[str, Any]:
 def test_resume_from_every_round(fit, tmp_path, estimator):
     saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
     whole = fit(callbacks=(saving,), **options(estimator)).model.flat
-    for step in range(1, STEPS):
+    for step in (1, 2, 3, 4) if isinstance(estimator, Diff2) else (1, 5):
         path: Path = tmp_path / f"step={step}.ckpt"
         resumed = fit(ckpt_path=path, **options(estimator))
         torch.testing.assert_close(resumed.model.flat, whole, rtol=0, atol=0)
@@ -64,7 +64,7 @@ def test_another_interval_is_another_run(fit, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Diff2. the noise")
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_larger_batches_of_restarts_go_on_where_they_were(fit, tmp_path, workers):
     """A resume, also in the middle of an epoch, draws each step at the rate that it is charged."""
     saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
@@ -75,7 +75,7 @@ def test_larger_batches_of_restarts_go_on_where_they_were(fit, tmp_path, workers
         "trainer": {"max_epochs": 2},
     }
     fit(callbacks=(saving,), **options)
-    for step in (2, 4, 5, 7):
+    for step in (2, 6):
         resumed = fit(ckpt_path=tmp_path / f"step={step}.ckpt", **options)
         sizes = [len(batch) for batch in resumed.model.batches]
         is_whole = [size == 60 for size in sizes]  # 12 on average, 60 at restarts

@@ -37,10 +37,10 @@ def test_counters_count_steps(tmp_path):
         noise_multiplier=1e-3,
         target_delta=1e-5,
         ledger_dir=tmp_path,
-        estimator=Diff2(restart_every=5),
+        estimator=Diff2(restart_every=3),
     )
     trainer = L.Trainer(
-        max_steps=10,
+        max_steps=6,
         accelerator="cpu",
         devices=1,
         logger=False,
@@ -50,6 +50,6 @@ def test_counters_count_steps(tmp_path):
         callbacks=[privacy],
     )
     trainer.fit(model, DataLoader(data, batch_size=32))
-    assert model.global_step == 10
-    assert (model.in_place.item(), model.assigned.item(), model.plain) == (10, 10, 10)
-    assert len(model.seen) == 10
+    assert model.global_step == 6
+    assert (model.in_place.item(), model.assigned.item(), model.plain) == (6, 6, 6)
+    assert len(model.seen) == 6

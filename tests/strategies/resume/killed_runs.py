@@ -37,7 +37,7 @@ class Round:
     place: str = ""  # where the process dies; "random" is wherever it is
     step: int = -1  # in which optimizer step (0, 1, ...)
     accumulate: int = 1
-    save_every: int = 2
+    save_every: int = 3
 
     def reached(self, place: str, step: int) -> None:
         """Die here, if this is the place."""
