@@ -25,6 +25,7 @@ from lightning_dp._noise import NoiseSource
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.postprocessing import AbstractPostProcessor, LaplacianSmoothing
 from lightning_dp.schedules import Exponential
+from tests.zoo import private
 
 RECORDS, FEATURES, CLASSES, CLIP = 60, 6, 3, 0.8
 Array = NDArray[np.float64]
@@ -317,14 +318,11 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(
     loader = DataLoader(records, batch_size=RECORDS)
 
     def fit(epochs: int, **more: Any) -> tuple[Softmax, L.Trainer]:
-        privacy = DifferentialPrivacy(
+        privacy = private(
             noise_multiplier=0.0,
             max_grad_norm=CLIP,
-            target_delta=1e-5,
             sampling=FullBatch(),
             postprocessing=[Momentum(0.5), LaplacianSmoothing(1.0, per_parameter)],
-            isolation_probe=False,
-            spot_checks=False,
         )
         model = Softmax(OPTIMIZERS[name][0])
         trainer = make_trainer(max_epochs=epochs, callbacks=[privacy])
@@ -343,13 +341,7 @@ def test_another_sigma_in_the_checkpoint_is_refused(records, make_trainer, tmp_p
     loader = DataLoader(records, batch_size=20)
 
     def fit(sigma: float, **more: Any) -> L.Trainer:
-        privacy = DifferentialPrivacy(
-            noise_multiplier=2.0,
-            target_delta=1e-5,
-            postprocessing=[LaplacianSmoothing(sigma)],
-            isolation_probe=False,
-            spot_checks=False,
-        )
+        privacy = private(noise_multiplier=2.0, postprocessing=[LaplacianSmoothing(sigma)])
         trainer = make_trainer(max_steps=2 + len(more), callbacks=[privacy])
         trainer.fit(Softmax(OPTIMIZERS["DP-LSSGD"][0]), loader, **more)
         return trainer

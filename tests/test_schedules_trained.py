@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian
 from lightning_dp.accounting.journal import read_journal
-from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.sampling import FullBatch
 from lightning_dp.schedules import (
     Constant,
@@ -23,6 +22,7 @@ from lightning_dp.schedules import (
     Polynomial,
     StepDecay,
 )
+from tests.zoo import private
 
 STEPS, DELTA = 20, 1e-5  # 2 epochs of 10 batches
 
@@ -55,13 +55,7 @@ def test_the_journal_follows_the_schedule_and_spends_the_target(
     schedule, classifier, mlp, loader, make_trainer, tmp_path
 ):
     target = 3.0
-    privacy = DifferentialPrivacy(
-        target,
-        target_delta=DELTA,
-        noise_schedule=schedule,
-        isolation_probe=False,
-        spot_checks=False,
-    )
+    privacy = private(target_epsilon=target, noise_schedule=schedule)
     make_trainer(max_epochs=2, callbacks=[privacy]).fit(classifier(mlp()), loader)
 
     charged = events(tmp_path)
@@ -81,14 +75,7 @@ def test_full_batches_follow_it_too_and_add_up_exactly(
     from lightning_dp.accounting.gdp import gdp_epsilon
 
     schedule = DynamicGD(kappa=5.0)
-    privacy = DifferentialPrivacy(
-        2.0,
-        target_delta=DELTA,
-        noise_schedule=schedule,
-        sampling=FullBatch(),
-        isolation_probe=False,
-        spot_checks=False,
-    )
+    privacy = private(target_epsilon=2.0, noise_schedule=schedule, sampling=FullBatch())
     loader = DataLoader(blobs, batch_size=240)
     make_trainer(max_epochs=6, callbacks=[privacy]).fit(classifier(mlp()), loader)
 
@@ -101,13 +88,7 @@ def test_full_batches_follow_it_too_and_add_up_exactly(
 def test_a_given_noise_multiplier_is_the_noise_of_the_first_step(
     classifier, mlp, loader, make_trainer, tmp_path
 ):
-    privacy = DifferentialPrivacy(
-        target_delta=DELTA,
-        noise_multiplier=1.5,
-        noise_schedule=Polynomial(10, 0.5),
-        isolation_probe=False,
-        spot_checks=False,
-    )
+    privacy = private(noise_multiplier=1.5, noise_schedule=Polynomial(10, 0.5))
     make_trainer(max_epochs=2, callbacks=[privacy]).fit(classifier(mlp()), loader)
     multipliers = [event.noise_multiplier for event in events(tmp_path)]
     assert multipliers == pytest.approx([1.5 * max(0.5, 1 - 0.05 * t) for t in range(STEPS)])
@@ -117,13 +98,7 @@ def test_a_resumed_run_goes_on_in_the_schedule(classifier, mlp, loader, make_tra
     schedule = Exponential(rate=0.1)
 
     def fit(epochs: int, **more: object) -> None:
-        privacy = DifferentialPrivacy(
-            target_delta=DELTA,
-            noise_multiplier=2.0,
-            noise_schedule=schedule,
-            isolation_probe=False,
-            spot_checks=False,
-        )
+        privacy = private(noise_multiplier=2.0, noise_schedule=schedule)
         trainer = make_trainer(max_epochs=epochs, callbacks=[privacy])
         trainer.fit(classifier(mlp()), loader, **more)
         trainer.save_checkpoint(tmp_path / "last.ckpt")
@@ -137,13 +112,7 @@ def test_a_resumed_run_goes_on_in_the_schedule(classifier, mlp, loader, make_tra
 def test_an_influence_shorter_than_the_run_is_refused_before_any_data_is_used(
     classifier, mlp, loader, make_trainer, tmp_path
 ):
-    privacy = DifferentialPrivacy(
-        3.0,
-        target_delta=DELTA,
-        noise_schedule=FromInfluence((1.0,) * (STEPS - 1)),
-        isolation_probe=False,
-        spot_checks=False,
-    )
+    privacy = private(target_epsilon=3.0, noise_schedule=FromInfluence((1.0,) * (STEPS - 1)))
     model = classifier(mlp())
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(ValueError, match=f"none for step {STEPS - 1}"):

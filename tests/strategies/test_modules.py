@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dp import FullBatch
 from lightning_dp.callbacks import DifferentialPrivacy
+from tests.zoo import private
 
 DELTA = 1e-5
 
@@ -61,14 +62,7 @@ def test_unused_parameters_get_noise_only(privacy, classifier, mlp, loader, make
 def test_frozen_layers_do_not_move_and_take_no_part_of_the_norm(
     classifier, mlp, loader, make_trainer, weights
 ):
-    silent = DifferentialPrivacy(
-        noise_multiplier=0.0,
-        max_grad_norm=1e-3,
-        target_delta=DELTA,
-        sampling=FullBatch(),
-        isolation_probe=False,
-        spot_checks=False,
-    )
+    silent = private(noise_multiplier=0.0, max_grad_norm=1e-3, sampling=FullBatch())
     net = mlp()
     net[0].requires_grad_(False)
     model = classifier(net, lambda params: torch.optim.SGD(params, lr=1.0))

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from lightning_dp._warnings import PrivacyWarning
-from lightning_dp.callbacks import DifferentialPrivacy
+from tests.zoo import private
 
 DELTA = 1e-5
 
@@ -128,9 +128,7 @@ def test_fast_dev_run(privacy, classifier, mlp, loader, make_trainer):
 
 
 def test_fast_dev_run_with_a_target(classifier, mlp, loader, make_trainer):
-    privacy = DifferentialPrivacy(
-        target_epsilon=1.0, target_delta=DELTA, isolation_probe=False, spot_checks=False
-    )
+    privacy = private(target_epsilon=1.0)
 
     make_trainer(fast_dev_run=True, callbacks=[privacy]).fit(classifier(mlp()), loader)
 

@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 
 from lightning_dp.accounting.journal import JournalDiskError
-from lightning_dp.callbacks import DifferentialPrivacy
+from tests.zoo import private
 
 
 class Elsewhere(L.Callback):
@@ -33,13 +33,7 @@ def fit(classifier, mlp, loader, make_trainer):
     def run(
         ledger_dir: Any = None, callbacks: Any = (), ckpt_path: Any = None, **trainer: Any
     ) -> Any:
-        privacy = DifferentialPrivacy(
-            noise_multiplier=1.0,
-            target_delta=1e-5,
-            ledger_dir=ledger_dir,
-            isolation_probe=False,
-            spot_checks=False,
-        )
+        privacy = private(ledger_dir=ledger_dir)
         made = make_trainer(**{"max_steps": 6, "callbacks": [privacy, *callbacks], **trainer})
         made.fit(classifier(mlp()), loader, ckpt_path=ckpt_path)
         return privacy, made
@@ -69,13 +63,7 @@ def test_a_root_that_is_no_local_folder_is_refused_with_the_cure(fit, tmp_path, 
 )
 def test_a_ledger_dir_that_is_no_local_folder_is_refused_at_once(folder):
     with pytest.raises(ValueError, match="ledger_dir="):
-        DifferentialPrivacy(
-            noise_multiplier=1.0,
-            target_delta=1e-5,
-            ledger_dir=folder,
-            isolation_probe=False,
-            spot_checks=False,
-        )
+        private(ledger_dir=folder)
 
 
 def test_the_home_folder_has_its_tilde(fit, tmp_path, monkeypatch):

@@ -21,12 +21,12 @@ from lightning_dp.accounting.events import PoissonRound
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.boundary import BoundedSum, Query, Release, State, add_noise
-from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import AbstractEstimator, Traits
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import Poisson
 from lightning_dp.schedules import Constant, Exponential
+from tests.zoo import private
 
 DELTA = 1e-5
 
@@ -209,14 +209,7 @@ def test_one_record_moves_each_inner_query_by_at_most_its_bound(make_trainer, ke
 
     def sums(x: Tensor, strength: Tensor) -> list[Tensor]:
         probe = Probe(newton, offsets)
-        privacy = DifferentialPrivacy(
-            noise_multiplier=0.0,
-            target_delta=1e-5,
-            sampling=FullBatch(),
-            estimator=probe,
-            isolation_probe=False,
-            spot_checks=False,
-        )
+        privacy = private(noise_multiplier=0.0, sampling=FullBatch(), estimator=probe)
         loader = DataLoader(TensorDataset(x, strength[:, 0], strength[:, 1]), batch_size=8)
         make_trainer(max_epochs=1, callbacks=[privacy]).fit(Anything(net), loader)
         return [value * len(x) for value in probe.seen]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import CubicNewton, FullBatch
-from lightning_dp.callbacks import DifferentialPrivacy
 from tests.normal_values import NormalValues
+from tests.zoo import private
 
 RECORDS, SIZE, SEED = 48, 6, 11
 
@@ -155,13 +155,10 @@ def test_without_noise_and_clipping_one_round_is_the_newton_step(make_trainer):
     y = torch.randn(30, generator=generator, dtype=torch.float64)
     exact = torch.linalg.lstsq(x, y[:, None]).solution[:, 0]
     smallest = float(torch.linalg.eigvalsh(x.T @ x / 30)[0])
-    privacy = DifferentialPrivacy(
-        target_delta=1e-5,
+    privacy = private(
         noise_multiplier=0.0,
         sampling=FullBatch(),
         estimator=CubicNewton(smallest, 0.0, 60, 1e6, 1e6),
-        isolation_probe=False,
-        spot_checks=False,
     )
     model = Quadratic()
     make_trainer(max_epochs=1, callbacks=[privacy]).fit(

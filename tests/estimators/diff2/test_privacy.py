@@ -17,12 +17,12 @@ from lightning_dp.accounting import PLDAccountant, PoissonGaussian, calibrate
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.boundary import BoundedSum, Release
-from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import Storm
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import Poisson
 from lightning_dp.schedules import Constant, Exponential
+from tests.zoo import private
 
 DELTA = 1e-5
 RECORDS = 60
@@ -362,12 +362,5 @@ def test_the_two_gradients_are_weighted_one_and_minus_one():
 
 
 def test_callback_takes_it_by_name():
-    privacy = DifferentialPrivacy(
-        target_epsilon=3.0,
-        target_delta=DELTA,
-        estimator=Diff2(10),
-        sampling=FullBatch(),
-        isolation_probe=False,
-        spot_checks=False,
-    )
+    privacy = private(target_epsilon=3.0, estimator=Diff2(10), sampling=FullBatch())
     assert "Diff2(restart_every=10" in str(privacy.report())

@@ -13,8 +13,8 @@ from torch.nn.functional import softplus
 from torch.utils.data import DataLoader
 
 from lightning_dp import rows_of_records
-from lightning_dp.callbacks import DifferentialPrivacy
 from tests.strategies.several_optimizers.gan import FIXED, GAN, is_fake, is_real
+from tests.zoo import private
 
 # -- what a step does ------------------------------------------------------------------------------
 
@@ -311,13 +311,7 @@ def test_the_gradient_of_public_data_is_added_by_a_declared_edit(
             self.total = [p.grad.clone() for p in parameters]
 
     model = Mixed(mlp())
-    privacy = DifferentialPrivacy(
-        noise_multiplier=1.0,
-        target_delta=1e-5,
-        gradient_edits="adds the gradient of public data",
-        isolation_probe=False,
-        spot_checks=False,
-    )
+    privacy = private(gradient_edits="adds the gradient of public data")
     make_trainer(max_steps=3, callbacks=[privacy]).fit(model, DataLoader(blobs, batch_size=24))
 
     assert privacy.steps == 3
