@@ -24,7 +24,7 @@ from lightning_dp.schedules import (
 )
 from tests.zoo import private
 
-STEPS, DELTA = 20, 1e-5  # 2 epochs of 10 batches
+STEPS, DELTA = 6, 1e-5
 
 SCHEDULES = [
     Constant(),
@@ -56,7 +56,7 @@ def test_the_journal_follows_the_schedule_and_spends_the_target(
 ):
     target = 3.0
     privacy = private(target_epsilon=target, noise_schedule=schedule)
-    make_trainer(max_epochs=2, callbacks=[privacy]).fit(classifier(mlp()), loader)
+    make_trainer(max_steps=STEPS, callbacks=[privacy]).fit(classifier(mlp()), loader)
 
     charged = events(tmp_path)
     assert len(charged) == STEPS
@@ -89,7 +89,7 @@ def test_a_given_noise_multiplier_is_the_noise_of_the_first_step(
     classifier, mlp, loader, make_trainer, tmp_path
 ):
     privacy = private(noise_multiplier=1.5, noise_schedule=Polynomial(10, 0.5))
-    make_trainer(max_epochs=2, callbacks=[privacy]).fit(classifier(mlp()), loader)
+    make_trainer(max_steps=STEPS, callbacks=[privacy]).fit(classifier(mlp()), loader)
     multipliers = [event.noise_multiplier for event in events(tmp_path)]
     assert multipliers == pytest.approx([1.5 * max(0.5, 1 - 0.05 * t) for t in range(STEPS)])
 
@@ -97,14 +97,14 @@ def test_a_given_noise_multiplier_is_the_noise_of_the_first_step(
 def test_a_resumed_run_goes_on_in_the_schedule(classifier, mlp, loader, make_trainer, tmp_path):
     schedule = Exponential(rate=0.1)
 
-    def fit(epochs: int, **more: object) -> None:
+    def fit(steps: int, **more: object) -> None:
         privacy = private(noise_multiplier=2.0, noise_schedule=schedule)
-        trainer = make_trainer(max_epochs=epochs, callbacks=[privacy])
+        trainer = make_trainer(max_steps=steps, callbacks=[privacy])
         trainer.fit(classifier(mlp()), loader, **more)
         trainer.save_checkpoint(tmp_path / "last.ckpt")
 
-    fit(1)
-    fit(2, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    fit(STEPS // 2)
+    fit(STEPS, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
     multipliers = [event.noise_multiplier for event in events(tmp_path)]
     assert multipliers == pytest.approx([2.0 * schedule(step) for step in range(STEPS)])
 
@@ -116,6 +116,6 @@ def test_an_influence_shorter_than_the_run_is_refused_before_any_data_is_used(
     model = classifier(mlp())
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(ValueError, match=f"none for step {STEPS - 1}"):
-        make_trainer(max_epochs=2, callbacks=[privacy]).fit(model, loader)
+        make_trainer(max_steps=STEPS, callbacks=[privacy]).fit(model, loader)
     assert privacy.steps == 0
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
