@@ -1,19 +1,24 @@
-"""A chunk that has records and gets no answer ends the run, and withdraws what it claimed."""
+"""A chunk that has records and gets no answer, or a wrong one, ends the run and withdraws its claim."""
 
 from __future__ import annotations
 
 import math
 import re
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from torch import nn
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_dp import Diff2, FullBatch
 from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.accounting.events import VoidedRunError
+from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.gradients import CoupledLossError
 from lightning_dp.report.command import main as report_command
 from tests.zoo import private
 
@@ -304,3 +309,162 @@ def test_an_error_that_is_caught_ends_the_run_at_the_next_batch(
 
     assert torch.equal(weights(model), model.then)
     assert privacy.steps == 4
+
+
+# -- a loss that mixes records by more than sums: refused before the first release, void after it
+
+
+class Flooded(L.LightningModule):
+    """Flooding from some step on, at a level that synthetic records may never come to."""
+
+    def __init__(self, first: int, by_hand: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(3, 2)
+        self.first, self.automatic_optimization = first, not by_hand
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        if self.trainer.global_step >= self.first:
+            loss = (loss - 1e-3).abs() + 1e-3
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_flooded(make_trainer, first: int, by_hand: bool, engine: str) -> None:
+    settings = {"isolation_probe": False, "spot_checks": False, "engine": engine}
+    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5, **settings)
+    records = TensorDataset(torch.rand(60, 3), torch.arange(60) % 2)
+    trainer = make_trainer(max_epochs=2, callbacks=[privacy])
+    trainer.fit(Flooded(first, by_hand), DataLoader(records, batch_size=20))
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("engine", ["auto", "hooks"])
+def test_it_is_refused_at_the_first_batch(engine, by_hand, make_trainer):
+    with pytest.raises(CoupledLossError, match="abs"):
+        fit_flooded(make_trainer, 0, by_hand, engine)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("engine", ["auto", "hooks"])
+def test_after_a_release_the_run_is_void(engine, by_hand, make_trainer):
+    with pytest.raises(VoidedRunError, match=r"abs.*mean over the records"):
+        fit_flooded(make_trainer, 3, by_hand, engine)
+
+
+# -- data sets whose records change or are read together during a fit ----------------------------
+
+
+X, Y = torch.randn(40, 3), torch.arange(40) % 2
+
+
+class Model(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.layer(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_records(
+    make_trainer, module=None, data=None, dataset=None, collate=None, workers=0, **settings
+):
+    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5, **settings)
+    trainer = make_trainer(max_steps=4, callbacks=[privacy])
+    loader = DataLoader(
+        TensorDataset(X, Y) if dataset is None else dataset,
+        batch_size=20,
+        collate_fn=collate,
+        num_workers=workers,
+    )
+    if data is not None:
+        data.train_dataloader = lambda: loader
+    trainer.fit(module or Model(), data or loader)
+    return privacy
+
+
+class Resamples(Model):
+    """Shows hard examples more often after some steps."""
+
+    def __init__(self, subset, after):
+        super().__init__()
+        self.subset, self.after = subset, after
+
+    def on_train_batch_end(self, *unused):
+        if self.global_step == self.after:
+            self.subset.indices = [0, *range(39)]
+
+
+@pytest.mark.parametrize("after", [2, 3])  # as a pass ends; in the last one of the fit
+def test_a_record_that_is_named_twice_during_fit_voids_the_run(make_trainer, tmp_path, after):
+    subset = Subset(TensorDataset(X, Y), range(40))
+    with pytest.raises(VoidedRunError, match=r"changed during fit\. Index 0 of .* 2 times"):
+        fit_records(
+            make_trainer, Resamples(subset, after), dataset=subset, ledger_dir=str(tmp_path)
+        )
+
+
+# -- data sets ------------------------------------------------------------------------------
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        return X[i], Y[i]
+
+
+class MixesInACall(Rows):
+    def __getitems__(self, indices):
+        rows = X[indices]
+        return list(zip(rows - rows.mean(0), Y[indices], strict=True))
+
+
+def test_without_spot_checks_it_is_not_watched(make_trainer):
+    assert math.isfinite(
+        fit_records(make_trainer, dataset=MixesInACall(), spot_checks=False).epsilon
+    )
+
+
+class Sequences(Dataset):
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, i):
+        return torch.full((2 + i % 3, 3), 0.1 * i), i % 2
+
+
+def padded(samples):
+    x = pad_sequence([x for x, _ in samples], batch_first=True)
+    lengths = torch.tensor([len(x) for x, _ in samples])
+    return x, lengths, torch.tensor([y for _, y in samples])
+
+
+class Mean(Model):
+    """Counts the padding, so the longest record moves the gradients of all others."""
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.layer(batch[0].mean(1)), batch[2])
+
+
+def test_records_that_run_alone_are_padded_by_no_other(make_trainer):
+    settings = {"dataset": Sequences(), "collate": padded, "engine": "one_by_one"}
+    assert "padded" not in fit_records(make_trainer, Mean(), **settings).report().isolation
+
+
+def test_nothing_is_said_of_padding_where_there_is_none(make_trainer):
+    assert "padded" not in fit_records(make_trainer).report().isolation

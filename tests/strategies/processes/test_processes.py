@@ -28,8 +28,7 @@ from lightning_dp.accounting.journal import read_journal
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report.command import main as report_command
 from tests.older_torch import fsdp_on_cpu
-from tests.strategies.processes.sharded_jobs import STEPS, Small, chain
-from tests.strategies.processes.sharded_models import MODELS, Normed
+from tests.strategies.processes.sharded_jobs import MODELS, STEPS, Normed, Small, chain
 from tests.zoo import flat, records
 
 ROOT = Path(__file__).parents[3]
