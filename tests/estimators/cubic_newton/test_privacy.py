@@ -69,13 +69,15 @@ def test_the_ledger_of_fresh_batches_holds_one_event_for_each_inner_step(fit):
     assert [(*event.pair, count) for event, count in history] == [(0.8, 0.25, 8)]
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-@pytest.mark.parametrize("schedule", [Constant(), Exponential(rate=0.2)])
+@pytest.mark.parametrize(
+    ("fresh", "schedule"),
+    [(False, Exponential(rate=0.2)), (True, Constant()), (True, Exponential(rate=0.2))],
+)
 def test_calibrated_noise_spends_the_budget_and_no_more(fit, fresh, schedule):
     estimator = CubicNewton(0.5, 1.0, 4, fresh_batches=fresh)
-    fit(estimator, target_epsilon=2.0, noise_schedule=schedule, trainer={"max_epochs": 3})
+    fit(estimator, target_epsilon=2.0, noise_schedule=schedule, trainer={"max_epochs": 1})
     assert 0.998 * 2 < fit.privacy.epsilon <= 2
-    assert fit.privacy.steps == 12
+    assert fit.privacy.steps == 4
 
 
 def test_the_charge_is_on_the_disk_before_the_first_record_is_used_and_once_for_a_round(
