@@ -125,10 +125,10 @@ ENGINES = ("auto", "records", "hooks")
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_copies_made_at_any_moment_have_nothing_of_the_engine(
-    engine: str, copying: Any, loader: Any, make_trainer: Any
+    engine: str, copying: Any, fit: Any
 ) -> None:
     model, plain = copying(network()), network()
-    make_trainer(max_steps=1, callbacks=[private(engine=engine)]).fit(model, loader)
+    fit(model, private(engine=engine), max_steps=1)
 
     seen = [place for place in PLACES if not place.endswith("_end")]
     if engine != "hooks":  # a record that runs alone leaves no copy of what it has behind
@@ -154,12 +154,12 @@ def test_copies_made_at_any_moment_have_nothing_of_the_engine(
         pickle.dumps(twin)
 
 
-def trained(loader: Any, make_trainer: Any, kind: type[Any], engine: str, steps: int = 2) -> Any:
+def trained(fit: Any, kind: type[Any], engine: str, steps: int = 2) -> Any:
     """The weights of two steps without noise."""
     torch.manual_seed(0)
     model = kind(network())
     ours = private(engine=engine, noise_multiplier=0.0, max_grad_norm=0.5, seed=1)
-    make_trainer(max_steps=steps, callbacks=[ours]).fit(model, loader)
+    fit(model, ours, max_steps=steps)
     assert ours.steps == steps
     return flat(model.net)
 
@@ -167,7 +167,7 @@ def trained(loader: Any, make_trainer: Any, kind: type[Any], engine: str, steps:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("in_the_loss", [False, True])
 def test_a_shallow_copy_of_a_layer_is_not_taken_for_the_layer(
-    in_the_loss: bool, engine: str, classifier: Any, loader: Any, make_trainer: Any
+    in_the_loss: bool, engine: str, classifier: Any, fit: Any
 ) -> None:
     """It has the parameters of the layer, and shares the dictionary that hooks are in."""
 
@@ -181,14 +181,14 @@ def test_a_shallow_copy_of_a_layer_is_not_taken_for_the_layer(
 
     if in_the_loss and engine == "hooks":  # which see no use that is not a layer's
         with pytest.raises(UnsupportedModelError, match=r"net\.0\.weight"):
-            trained(loader, make_trainer, Shallow, engine)
+            trained(fit, Shallow, engine)
     else:  # functions are followed: the use is seen
-        trained(loader, make_trainer, Shallow, engine)
+        trained(fit, Shallow, engine)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_copy_behind_a_trained_layer_passes_its_gradients_on(
-    engine: str, classifier: Any, loader: Any, make_trainer: Any
+    engine: str, classifier: Any, fit: Any
 ) -> None:
     """As a module that is not in the model and has no trained parameters."""
 
@@ -207,13 +207,13 @@ def test_a_copy_behind_a_trained_layer_passes_its_gradients_on(
     found = []
     for makes in (copy.deepcopy, detached):
         Behind.makes = staticmethod(makes)
-        found.append(trained(loader, make_trainer, Behind, engine))
+        found.append(trained(fit, Behind, engine))
     torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_copies_that_take_part_in_the_loss_do_not_disturb_the_step(
-    engine: str, classifier: Any, loader: Any, make_trainer: Any
+    engine: str, classifier: Any, fit: Any
 ) -> None:
     class Using(classifier):  # type: ignore[misc]
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -227,7 +227,7 @@ def test_copies_that_take_part_in_the_loss_do_not_disturb_the_step(
             return loss
 
     kinds = (classifier, Using)
-    torch.testing.assert_close(*(trained(loader, make_trainer, kind, engine) for kind in kinds))
+    torch.testing.assert_close(*(trained(fit, kind, engine) for kind in kinds))
 
 
 # -- after a fit its parts can be pickled and copied ---------------------------------------------
@@ -376,8 +376,7 @@ def test_copies_made_in_mid_step_hold_nothing_that_is_not_noised(make_trainer: A
 def test_no_thread_is_left_after_a_fit(make_trainer: Any) -> None:
     before = threading.active_count()
     privacy = private()
-    trainer = make_trainer(max_steps=3, limit_val_batches=0, callbacks=[privacy])
-    trainer.fit(Wide())
+    make_trainer(max_steps=3, limit_val_batches=0, callbacks=[privacy]).fit(Wide())
     assert privacy.steps == 3
     for thread in threading.enumerate():
         if thread.name.startswith("noise"):

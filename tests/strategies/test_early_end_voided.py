@@ -104,46 +104,42 @@ def test_a_chunk_without_an_answer_is_never_released(
     assert privacy.epsilon == math.inf
 
 
-def test_one_chunk_of_several_is_enough(skipping, mlp, loader, make_trainer, weights):
+def test_one_chunk_of_several_is_enough(skipping, mlp, fit, weights):
     model, privacy = skipping(mlp()), private()
     model.at = 1
     before = weights(model)
 
     with pytest.raises(VoidedRunError, match=CURE):
-        make_trainer(max_epochs=1, accumulate_grad_batches=5, callbacks=[privacy]).fit(
-            model, loader
-        )
+        fit(model, privacy, max_epochs=1, accumulate_grad_batches=5)
 
     assert torch.equal(weights(model), before)
     assert privacy.steps == 1
 
 
 @pytest.mark.parametrize(("at", "steps"), [(3, True), (3, False), (9, False)])
-def test_manual_optimization_without_a_backward_pass(
-    at, steps, skipping_by_hand, mlp, loader, make_trainer
-):
+def test_manual_optimization_without_a_backward_pass(at, steps, skipping_by_hand, mlp, fit):
     """Also where the optimizer does not step: that it did not would tell of the records."""
     model, privacy = skipping_by_hand(mlp()), private()
     model.steps, model.at = steps, at
 
     with pytest.raises(VoidedRunError, match=CURE):
-        make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
+        fit(model, privacy, max_epochs=1)
 
     assert privacy.epsilon == math.inf
 
 
 @pytest.mark.parametrize("engine", ["layers", "hooks"])
-def test_a_backward_override_is_not_asked(engine, classifier, mlp, loader, make_trainer):
+def test_a_backward_override_is_not_asked(engine, classifier, mlp, fit):
     class Deaf(classifier):
         def backward(self, loss, *args, **kwargs):
             pass
 
     privacy = private(engine=engine)  # the engine goes back by itself
-    make_trainer(max_steps=3, callbacks=[privacy]).fit(Deaf(mlp()), loader)
+    fit(Deaf(mlp()), privacy, max_steps=3)
     assert privacy.steps == 3
 
 
-def test_a_step_before_the_last_chunk(classifier, mlp, loader, make_trainer):
+def test_a_step_before_the_last_chunk(classifier, mlp, fit):
     class Early(classifier):
         def __init__(self, *args):
             super().__init__(*args)
@@ -156,11 +152,11 @@ def test_a_step_before_the_last_chunk(classifier, mlp, loader, make_trainer):
     privacy = private(sampling=FullBatch())
 
     with pytest.raises(VoidedRunError, match=r"before all chunks of the batch"):
-        make_trainer(max_epochs=1, callbacks=[privacy]).fit(Early(mlp()), loader)
+        fit(Early(mlp()), privacy, max_epochs=1)
 
 
 @pytest.mark.parametrize("way", WAYS[:3])
-def test_a_second_pass_without_an_answer(way, classifier, mlp, loader, make_trainer):
+def test_a_second_pass_without_an_answer(way, classifier, mlp, fit):
     """Every second pass is at the point before."""
 
     class Second(classifier):
@@ -174,12 +170,12 @@ def test_a_second_pass_without_an_answer(way, classifier, mlp, loader, make_trai
     privacy = private(estimator=Diff2(restart_every=5))
 
     with pytest.raises(VoidedRunError, match=CURE):
-        make_trainer(max_epochs=1, callbacks=[privacy]).fit(Second(mlp()), loader)
+        fit(Second(mlp()), privacy, max_epochs=1)
 
     assert privacy.steps == 2
 
 
-def test_rows_that_are_no_records_are_found_at_any_batch(classifier, mlp, loader, make_trainer):
+def test_rows_that_are_no_records_are_found_at_any_batch(classifier, mlp, fit):
     class DropsOne(classifier):
         def training_step(self, batch, batch_idx):
             x, y = batch
@@ -188,14 +184,12 @@ def test_rows_that_are_no_records_are_found_at_any_batch(classifier, mlp, loader
     privacy = private(engine="layers")
 
     with pytest.raises(VoidedRunError, match="more or fewer rows than the batch has records"):
-        make_trainer(max_epochs=1, callbacks=[privacy]).fit(DropsOne(mlp()), loader)
+        fit(DropsOne(mlp()), privacy, max_epochs=1)
 
     assert privacy.epsilon == math.inf
 
 
-def test_what_an_engine_refuses_at_a_later_batch_withdraws_what_was_released(
-    classifier, mlp, loader, make_trainer
-):
+def test_what_an_engine_refuses_at_a_later_batch_withdraws_what_was_released(classifier, mlp, fit):
     """A loss for the eye of DistributedDataParallel: of all weights, and of no record."""
 
     class Zero(classifier):
@@ -207,12 +201,12 @@ def test_what_an_engine_refuses_at_a_later_batch_withdraws_what_was_released(
     privacy = private(engine="layers")
 
     with pytest.raises(VoidedRunError, match=r"net\.0"):
-        make_trainer(max_epochs=1, callbacks=[privacy]).fit(Zero(mlp()), loader)
+        fit(Zero(mlp()), privacy, max_epochs=1)
 
     assert privacy.epsilon == math.inf
 
 
-def test_an_empty_batch_is_a_step_of_noise_alone(classifier, mlp, blobs, make_trainer, weights):
+def test_an_empty_batch_is_a_step_of_noise_alone(classifier, mlp, blobs, fit, weights):
     class SkipsStandIns(classifier):
         def training_step(self, batch, batch_idx):
             if not self.trainer.train_dataloader.current.size:
@@ -222,7 +216,7 @@ def test_an_empty_batch_is_a_step_of_noise_alone(classifier, mlp, blobs, make_tr
     model, privacy = SkipsStandIns(mlp()), private()
     before = weights(model)
 
-    make_trainer(max_steps=30, callbacks=[privacy]).fit(model, DataLoader(blobs, batch_size=1))
+    fit(model, privacy, DataLoader(blobs, batch_size=1), max_steps=30)
 
     assert privacy.steps == 30
     assert math.isfinite(privacy.epsilon)
@@ -270,30 +264,26 @@ def test_nothing_is_saved_after_it_and_the_report_command_says_it(voided, tmp_pa
         assert re.search("PROBLEM: .*VOIDED.*Skipping gave no gradient", said)
 
 
-def test_it_fits_no_more_and_a_new_callback_does(
-    voided, classifier, mlp, loader, make_trainer, tmp_path
-):
+def test_it_fits_no_more_and_a_new_callback_does(voided, classifier, mlp, fit, tmp_path):
     _, model, privacy, checkpoints = voided
     again = private()
     for path in checkpoints:
         with pytest.raises(VoidedRunError, match="Skipping gave no gradient"):
-            make_trainer(max_epochs=2, callbacks=[again]).fit(
-                classifier(mlp()), loader, ckpt_path=path
-            )
+            fit(classifier(mlp()), again, ckpt_path=path, max_epochs=2)
     assert again.steps == 0 or again.epsilon == math.inf
 
     with pytest.raises(VoidedRunError):
-        make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
+        fit(model, privacy, max_epochs=1)
     model.at, new = -1, private()
     with pytest.warns(PrivacyWarning, match="trained before under another privacy ledger"):
-        make_trainer(max_steps=2, callbacks=[new]).fit(model, loader)
+        fit(model, new, max_steps=2)
     assert new.steps == 2
     assert math.isfinite(new.epsilon)
     assert not any(part._forward_hooks for part in model.modules())
 
 
 def test_an_error_that_is_caught_ends_the_run_at_the_next_batch(
-    skipping_by_hand, mlp, loader, make_trainer, weights
+    skipping_by_hand, mlp, fit, weights
 ):
     class Catches(skipping_by_hand):
         def training_step(self, batch, batch_idx):
@@ -305,7 +295,7 @@ def test_an_error_that_is_caught_ends_the_run_at_the_next_batch(
     model, privacy = Catches(mlp()), private()
 
     with pytest.raises(VoidedRunError):
-        make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
+        fit(model, privacy, max_epochs=1)
 
     assert torch.equal(weights(model), model.then)
     assert privacy.steps == 4
@@ -339,26 +329,25 @@ class Flooded(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit_flooded(make_trainer, first: int, by_hand: bool, engine: str) -> None:
+def fit_flooded(fit, first: int, by_hand: bool, engine: str) -> None:
     settings = {"isolation_probe": False, "spot_checks": False, "engine": engine}
     privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5, **settings)
     records = TensorDataset(torch.rand(60, 3), torch.arange(60) % 2)
-    trainer = make_trainer(max_epochs=2, callbacks=[privacy])
-    trainer.fit(Flooded(first, by_hand), DataLoader(records, batch_size=20))
+    fit(Flooded(first, by_hand), privacy, DataLoader(records, batch_size=20), max_epochs=2)
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("engine", ["auto", "hooks"])
-def test_it_is_refused_at_the_first_batch(engine, by_hand, make_trainer):
+def test_it_is_refused_at_the_first_batch(engine, by_hand, fit):
     with pytest.raises(CoupledLossError, match="abs"):
-        fit_flooded(make_trainer, 0, by_hand, engine)
+        fit_flooded(fit, 0, by_hand, engine)
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("engine", ["auto", "hooks"])
-def test_after_a_release_the_run_is_void(engine, by_hand, make_trainer):
+def test_after_a_release_the_run_is_void(engine, by_hand, fit):
     with pytest.raises(VoidedRunError, match=r"abs.*mean over the records"):
-        fit_flooded(make_trainer, 3, by_hand, engine)
+        fit_flooded(fit, 3, by_hand, engine)
 
 
 # -- data sets whose records change or are read together during a fit ----------------------------
@@ -379,11 +368,8 @@ class Model(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit_records(
-    make_trainer, module=None, data=None, dataset=None, collate=None, workers=0, **settings
-):
+def fit_records(fit, module=None, data=None, dataset=None, collate=None, workers=0, **settings):
     privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5, **settings)
-    trainer = make_trainer(max_steps=4, callbacks=[privacy])
     loader = DataLoader(
         TensorDataset(X, Y) if dataset is None else dataset,
         batch_size=20,
@@ -392,7 +378,7 @@ def fit_records(
     )
     if data is not None:
         data.train_dataloader = lambda: loader
-    trainer.fit(module or Model(), data or loader)
+    fit(module or Model(), privacy, data or loader, max_steps=4)
     return privacy
 
 
@@ -409,12 +395,10 @@ class Resamples(Model):
 
 
 @pytest.mark.parametrize("after", [2, 3])  # as a pass ends; in the last one of the fit
-def test_a_record_that_is_named_twice_during_fit_voids_the_run(make_trainer, tmp_path, after):
+def test_a_record_that_is_named_twice_during_fit_voids_the_run(fit, tmp_path, after):
     subset = Subset(TensorDataset(X, Y), range(40))
     with pytest.raises(VoidedRunError, match=r"changed during fit\. Index 0 of .* 2 times"):
-        fit_records(
-            make_trainer, Resamples(subset, after), dataset=subset, ledger_dir=str(tmp_path)
-        )
+        fit_records(fit, Resamples(subset, after), dataset=subset, ledger_dir=str(tmp_path))
 
 
 # -- data sets ------------------------------------------------------------------------------
@@ -434,10 +418,8 @@ class MixesInACall(Rows):
         return list(zip(rows - rows.mean(0), Y[indices], strict=True))
 
 
-def test_without_spot_checks_it_is_not_watched(make_trainer):
-    assert math.isfinite(
-        fit_records(make_trainer, dataset=MixesInACall(), spot_checks=False).epsilon
-    )
+def test_without_spot_checks_it_is_not_watched(fit):
+    assert math.isfinite(fit_records(fit, dataset=MixesInACall(), spot_checks=False).epsilon)
 
 
 class Sequences(Dataset):
@@ -461,10 +443,10 @@ class Mean(Model):
         return F.cross_entropy(self.layer(batch[0].mean(1)), batch[2])
 
 
-def test_records_that_run_alone_are_padded_by_no_other(make_trainer):
+def test_records_that_run_alone_are_padded_by_no_other(fit):
     settings = {"dataset": Sequences(), "collate": padded, "engine": "one_by_one"}
-    assert "padded" not in fit_records(make_trainer, Mean(), **settings).report().isolation
+    assert "padded" not in fit_records(fit, Mean(), **settings).report().isolation
 
 
-def test_nothing_is_said_of_padding_where_there_is_none(make_trainer):
-    assert "padded" not in fit_records(make_trainer).report().isolation
+def test_nothing_is_said_of_padding_where_there_is_none(fit):
+    assert "padded" not in fit_records(fit).report().isolation

@@ -73,15 +73,13 @@ def plain() -> nn.Module:
 
 
 @pytest.fixture
-def train(classifier, blobs, make_trainer):
+def train(classifier, blobs, fit):
     def run(engine: str, make: Any, kind: Any = classifier, **options: Any) -> Any:
         torch.manual_seed(0)
         model = kind(make())
         privacy = private(**{"max_grad_norm": 0.5, "seed": 3, "engine": engine, **options})
         torch.manual_seed(1)  # dropout
-        make_trainer(max_epochs=2, accumulate_grad_batches=2, callbacks=[privacy]).fit(
-            model, DataLoader(blobs, 60)
-        )
+        fit(model, privacy, DataLoader(blobs, 60), max_epochs=2, accumulate_grad_batches=2)
         weights = nn.utils.parameters_to_vector(model.parameters()).detach()
         return weights, privacy.report().mechanism["gradient engine"]
 
@@ -167,7 +165,7 @@ def test_an_own_backward_runs_as_it_is(engine, classifier, train):
         *((name, {"retain_graph": True}) for name in ("auto", "hooks")),
     ],
 )
-def test_manual_backward(engine, arguments, classifier, blobs, make_trainer):
+def test_manual_backward(engine, arguments, classifier, blobs, fit):
     class Manual(classifier):  # type: ignore[misc, valid-type]
         automatic_optimization = False
 
@@ -180,7 +178,7 @@ def test_manual_backward(engine, arguments, classifier, blobs, make_trainer):
         torch.manual_seed(0)
         model = kind(nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)))
         privacy = private(noise_multiplier=0.0, sampling=FullBatch(), engine=engine)
-        make_trainer(max_epochs=3, callbacks=[privacy]).fit(model, DataLoader(blobs, 240))
+        fit(model, privacy, DataLoader(blobs, 240), max_epochs=3)
         results.append(nn.utils.parameters_to_vector(model.parameters()).detach())
     torch.testing.assert_close(*results, rtol=0, atol=1e-7)
 
@@ -239,7 +237,7 @@ def samples() -> list[Any]:
 
 
 @pytest.fixture
-def train_on_ladder(classifier, make_trainer, monkeypatch):
+def train_on_ladder(classifier, fit, monkeypatch):
     class Counting(classifier):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             super().__init__(nn.Sequential(nn.Linear(1, 5), nn.Dropout(0.4), nn.Linear(5, 3)))
@@ -273,9 +271,8 @@ def train_on_ladder(classifier, make_trainer, monkeypatch):
             sampling=FullBatch(),
             **settings,
         )
-        trainer = make_trainer(max_epochs=2, callbacks=[privacy])
         torch.manual_seed(1)  # dropout
-        trainer.fit(module, DataLoader(samples(), 8, collate_fn=collate))
+        trainer = fit(module, privacy, DataLoader(samples(), 8, collate_fn=collate), max_epochs=2)
         return module, privacy.report(), trainer
 
     run.model = Counting

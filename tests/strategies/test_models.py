@@ -62,7 +62,7 @@ class WithCheckpoints(nn.Module):
     ids=["plain", "probed", "two passes"],
 )
 def test_a_fit_is_the_same_with_checkpoints(
-    options: dict[str, Any], engine, classifier, blobs, make_trainer
+    options: dict[str, Any], engine, classifier, blobs, fit
 ):
     weights = []
     for reentrant in (None, False):
@@ -72,10 +72,7 @@ def test_a_fit_is_the_same_with_checkpoints(
         privacy = DifferentialPrivacy(target_delta=1e-5, **settings, **options)
         torch.manual_seed(1)
         accumulate = 1 if "sampling" in options else 2
-        trainer = make_trainer(
-            max_epochs=1, accumulate_grad_batches=accumulate, callbacks=[privacy]
-        )
-        trainer.fit(model, DataLoader(blobs, 60))
+        fit(model, privacy, DataLoader(blobs, 60), max_epochs=1, accumulate_grad_batches=accumulate)
         weights.append(nn.utils.parameters_to_vector(model.parameters()).detach())
         assert all(
             param.grad is None or param.grad.isfinite().all() for param in model.parameters()
@@ -84,12 +81,10 @@ def test_a_fit_is_the_same_with_checkpoints(
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-def test_reentrant_checkpoints_are_refused_with_the_cure(classifier, blobs, make_trainer):
+def test_reentrant_checkpoints_are_refused_with_the_cure(classifier, blobs, fit):
     privacy = DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0)
     with pytest.raises(TypeError, match=r"reentrant activation checkpoints.*use_reentrant=False"):
-        make_trainer(max_epochs=1, callbacks=[privacy]).fit(
-            classifier(WithCheckpoints(True)), DataLoader(blobs, 60)
-        )
+        fit(classifier(WithCheckpoints(True)), privacy, DataLoader(blobs, 60), max_epochs=1)
     assert privacy.epsilon == 0
 
 
@@ -138,7 +133,7 @@ def in_place(net: nn.Module) -> nn.Module:
 
 
 @pytest.fixture
-def fit_compiled(classifier, blobs, make_trainer) -> Callable[..., tuple[Tensor, Any]]:
+def fit_compiled(classifier, blobs, fit) -> Callable[..., tuple[Tensor, Any]]:
     """Train a compiled network, or a compiled LightningModule; return its weights and the report."""
 
     def run(
@@ -148,9 +143,8 @@ def fit_compiled(classifier, blobs, make_trainer) -> Callable[..., tuple[Tensor,
         plain = classifier(of_net(Compiled()))
         privacy = private(**{"seed": 3, "max_grad_norm": 0.5, **options})
         torch.manual_seed(1)
-        trainer = make_trainer(max_epochs=1, callbacks=[privacy], num_sanity_val_steps=0)
         loader = DataLoader(blobs, 60)
-        trainer.fit(of_module(plain), loader, loader)
+        fit(of_module(plain), privacy, validate=loader, max_epochs=1, num_sanity_val_steps=0)
         weights = nn.utils.parameters_to_vector(plain.parameters()).detach()
         return weights, privacy.report()
 
@@ -181,7 +175,7 @@ def test_a_compiled_model_trains_as_the_plain_one(how, whole, fit_compiled, capl
     assert len(lines) == 1 and lines[0].startswith("privacy: ")
 
 
-def test_frozen_compiled_parts_run_compiled_in_training(classifier, blobs, make_trainer):
+def test_frozen_compiled_parts_run_compiled_in_training(classifier, blobs, fit):
     class Tuned(classifier):
         def __init__(self) -> None:
             super().__init__(nn.Linear(3, 3))
@@ -191,8 +185,7 @@ def test_frozen_compiled_parts_run_compiled_in_training(classifier, blobs, make_
             return self.net(self.backbone(x))
 
     privacy = private()
-    trainer = make_trainer(max_steps=2, callbacks=[privacy])
-    trainer.fit(Tuned(), DataLoader(blobs, 60))
+    fit(Tuned(), privacy, DataLoader(blobs, 60), max_steps=2)
     assert any(RAN)
     assert privacy.report().mechanism["gradient engine"] == "layers"
 
@@ -210,7 +203,7 @@ def test_the_probe_sees_the_code_of_its_copies(options, fit_compiled):
     assert "isolated" in report.isolation
 
 
-def test_a_coupled_compiled_module_is_found_by_the_probe(blobs, classifier, make_trainer):
+def test_a_coupled_compiled_module_is_found_by_the_probe(blobs, classifier, fit):
     class Coupled(classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             output = self(batch[0])
@@ -219,18 +212,17 @@ def test_a_coupled_compiled_module_is_found_by_the_probe(blobs, classifier, make
     privacy = DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0)
     model = torch.compile(Coupled(Compiled()), backend=graph)
     with pytest.raises(Exception, match="couples the records of a batch"):
-        make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, DataLoader(blobs, 60))
+        fit(model, privacy, DataLoader(blobs, 60), max_epochs=1)
 
 
 def test_a_compiled_module_is_resumed_and_loaded_under_its_own_names(
-    classifier, blobs, make_trainer, tmp_path
+    classifier, blobs, fit, tmp_path
 ):
     def fit_compiled(epochs: int, path: Any) -> L.LightningModule:
         torch.manual_seed(0)
         model = classifier(wrapped(Compiled()))
         privacy = private()
-        trainer = make_trainer(max_epochs=epochs, callbacks=[privacy])
-        trainer.fit(model, DataLoader(blobs, 120), ckpt_path=path)
+        trainer = fit(model, privacy, DataLoader(blobs, 120), ckpt_path=path, max_epochs=epochs)
         trainer.save_checkpoint(tmp_path / "last.ckpt")
         return model
 
@@ -333,37 +325,31 @@ def case(
     return MODELS[request.param]
 
 
-def test_a_refused_model_trains_after_the_cure_of_the_refusal(
-    case, blobs, loader, classifier, make_trainer
-):
+def test_a_refused_model_trains_after_the_cure_of_the_refusal(case, blobs, classifier, fit):
     make, options, engine, match = case
     torch.manual_seed(0)
     model = classifier(make())
     privacy = private(engine=engine)
     with pytest.raises(Exception, match=f"{match}"):
-        make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
+        fit(model, privacy, max_epochs=1)
     assert privacy.steps <= 1
 
     assert fix(model, **options) is model
 
     privacy = private(engine=engine, target_epsilon=8.0)
-    make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
+    fit(model, privacy, max_epochs=1)
     assert privacy.steps == 10
     assert 0 < privacy.epsilon <= 8.0
 
 
-def test_it_takes_the_steps_of_each_record_alone(
-    case, blobs: TensorDataset, classifier, make_trainer
-):
+def test_it_takes_the_steps_of_each_record_alone(case, blobs: TensorDataset, classifier, fit):
     make, options, engine, _ = case
     torch.manual_seed(0)
     model = fix(classifier(make()), **options)
     records = blobs[:20]
     expected = stepped(copy.deepcopy(model), *records, clip_norm=0.5)
     privacy = private(engine=engine, noise_multiplier=0.0, max_grad_norm=0.5, sampling=FullBatch())
-    make_trainer(max_epochs=1, callbacks=[privacy]).fit(
-        model, DataLoader(TensorDataset(*records), 20)
-    )
+    fit(model, privacy, DataLoader(TensorDataset(*records), 20), max_epochs=1)
     for name, param in model.named_parameters():
         torch.testing.assert_close(param, expected[name], rtol=0, atol=2e-6)
 
@@ -380,12 +366,12 @@ class Positions(nn.Module):
         return self.head(torch.tanh(x.unsqueeze(2) + self.places(self.position_ids)).sum(1))
 
 
-def test_position_ids_train_as_they_are_by_default(blobs, loader, classifier, make_trainer):
+def test_position_ids_train_as_they_are_by_default(blobs, classifier, fit):
     hooks = private(engine="hooks")
     with pytest.raises(TypeError, match=r"Position ids without a row.*train with engine='auto'"):
-        make_trainer(max_epochs=1, callbacks=[hooks]).fit(classifier(Positions()), loader)
+        fit(classifier(Positions()), hooks, max_epochs=1)
     privacy = private(engine="auto")
-    make_trainer(max_epochs=1, callbacks=[privacy]).fit(classifier(Positions()), loader)
+    fit(classifier(Positions()), privacy, max_epochs=1)
     assert privacy.steps == 10
 
 
@@ -480,12 +466,11 @@ def test_without_noise_and_clipping_a_model_trains_as_ever(kind, blobs, make_tra
 
 
 @pytest.mark.parametrize("kind", [Transformer, TimeFirst, PackedLSTM])
-def test_a_model_trains_privately(kind, blobs: TensorDataset, make_trainer):
+def test_a_model_trains_privately(kind, blobs: TensorDataset, fit):
     torch.manual_seed(0)
     model = kind()
     privacy = private(target_epsilon=4.0, max_grad_norm=1.0)
-    trainer = make_trainer(max_epochs=2, callbacks=[privacy], accumulate_grad_batches=2)
-    trainer.fit(model, DataLoader(blobs, 60))
+    trainer = fit(model, privacy, DataLoader(blobs, 60), max_epochs=2, accumulate_grad_batches=2)
     assert privacy.report().mechanism["gradient engine"].startswith("records, since layers")
     assert 0 < float(trainer.callback_metrics["privacy/epsilon"]) <= 4.0
     assert trainer.global_step == 4
@@ -578,7 +563,7 @@ class Views(FoldsTime):
 
 
 def fitted(
-    make_trainer: Any, model: Any, data: Any = None, **options: Any
+    fit: Any, model: Any, data: Any = None, **options: Any
 ) -> tuple[Any, DifferentialPrivacy]:
     privacy = DifferentialPrivacy(
         noise_multiplier=1e-6, max_grad_norm=0.3, target_delta=1e-5, seed=0, **options
@@ -586,7 +571,7 @@ def fitted(
     loader: Any = DataLoader(samples(), batch_size=GRAPHS, collate_fn=collate)  # type: ignore[arg-type]
     if data is not None:
         loader = DataLoader(data, batch_size=GRAPHS)
-    make_trainer(callbacks=[privacy], max_epochs=2).fit(model, loader)
+    fit(model, privacy, loader, max_epochs=2)
     return model, privacy
 
 
@@ -597,12 +582,12 @@ def fitted(
         (Bags, "one_by_one, since records", "by construction"),
     ],
 )
-def test_a_fit_equals_each_record_alone(make, engine, isolation, make_trainer):
-    slow, _ = fitted(make_trainer, make(), engine="one_by_one", sampling=FullBatch())
+def test_a_fit_equals_each_record_alone(make, engine, isolation, fit):
+    slow, _ = fitted(fit, make(), engine="one_by_one", sampling=FullBatch())
     is_slow = engine.startswith("one_by_one")
     told = pytest.warns(PrivacyWarning, match="one after") if is_slow else nullcontext()
     with told:
-        fast, privacy = fitted(make_trainer, make(), sampling=FullBatch())
+        fast, privacy = fitted(fit, make(), sampling=FullBatch())
     report = privacy.report()
     assert report.mechanism["gradient engine"].startswith(engine)
     assert isolation in report.isolation
@@ -620,9 +605,9 @@ def few_blobs() -> TensorDataset:
     [lambda: FoldsTime(first=True), lambda: FoldsTime(first=False), lambda: Views(first=True)],
     ids=["time before a layer", "time behind a layer", "augmentations"],
 )
-def test_dense_rows_need_no_hint(make_trainer, make):
+def test_dense_rows_need_no_hint(fit, make):
     short: Any = {"isolation_probe": False, "spot_checks": False, "sampling": FullBatch()}
-    slow, _ = fitted(make_trainer, make(), few_blobs(), engine="one_by_one", **short)
-    fast, _ = fitted(make_trainer, make(), few_blobs(), **short)
+    slow, _ = fitted(fit, make(), few_blobs(), engine="one_by_one", **short)
+    fast, _ = fitted(fit, make(), few_blobs(), **short)
     for one, other in zip(slow.parameters(), fast.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

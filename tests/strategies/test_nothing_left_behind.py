@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_dp import FullBatch
 from lightning_dp.strategies.update_guard import StepGuard
@@ -125,7 +126,7 @@ def test_a_fit_leaves_what_a_plain_fit_leaves(checks, failing, mlp, loader, make
     ],
 )
 def test_an_interrupted_fit_leaves_what_a_plain_one_leaves(
-    where, error, privacy, failing, mlp, loader, make_trainer
+    where, error, privacy, failing, mlp, loader, fit, make_trainer
 ):
     models = []
     for callbacks in ([], [privacy]):
@@ -140,17 +141,15 @@ def test_an_interrupted_fit_leaves_what_a_plain_one_leaves(
     models[1].error = None
     make_trainer(max_steps=2).fit(models[1], loader)
     spent = privacy.steps
-    make_trainer(max_steps=2, callbacks=[privacy]).fit(models[1], loader)
+    fit(models[1], privacy, max_steps=2)
     assert privacy.steps == spent + 2
 
 
-def test_a_refused_fit_leaves_the_model_alone(privacy, failing, mlp, make_trainer, blobs):
+def test_a_refused_fit_leaves_the_model_alone(privacy, failing, mlp, fit, blobs):
     model = failing(mlp())
     before = traces(model)
-    loader = torch.utils.data.DataLoader(blobs, batch_size=None)
-
     with pytest.raises(Exception, match="batch_size=None"):
-        make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
+        fit(model, privacy, DataLoader(blobs, batch_size=None), max_epochs=1)
 
     assert (
         traces(model).items()
@@ -180,17 +179,17 @@ def test_class_and_state_of_the_model_never_change(
     assert trainer.model is model
 
 
-def test_gradients_of_the_last_step_are_private_or_gone(classifier, mlp, loader, make_trainer):
+def test_gradients_of_the_last_step_are_private_or_gone(classifier, mlp, fit):
     privacy = private(noise_multiplier=1e6)
     model = classifier(mlp())
 
-    make_trainer(max_steps=3, callbacks=[privacy]).fit(model, loader)
+    fit(model, privacy, max_steps=3)
 
     left = [param.grad for param in model.parameters() if param.grad is not None]
     assert all(float(grad.abs().mean()) > 1e3 for grad in left)
 
 
-def test_accumulation_is_restored_after_full_batches(classifier, mlp, loader, make_trainer):
+def test_accumulation_is_restored_after_full_batches(classifier, mlp, fit):
     privacy = private(sampling=FullBatch())
     seen = []
 
@@ -198,9 +197,7 @@ def test_accumulation_is_restored_after_full_batches(classifier, mlp, loader, ma
         def on_train_batch_end(self, *args):
             seen.append(self.trainer.accumulate_grad_batches)
 
-    trainer = make_trainer(max_epochs=2, callbacks=[privacy])
-
-    trainer.fit(Watches(mlp()), loader)
+    trainer = fit(Watches(mlp()), privacy, max_epochs=2)
 
     assert set(seen) == {10}
     assert trainer.global_step == privacy.steps == 2
@@ -208,10 +205,11 @@ def test_accumulation_is_restored_after_full_batches(classifier, mlp, loader, ma
 
 
 def test_accumulation_is_restored_after_an_exception(failing, mlp, loader, make_trainer):
-    privacy = private(sampling=FullBatch())
-    model = failing(mlp())
+    trainer, model = (
+        make_trainer(max_epochs=2, callbacks=[private(sampling=FullBatch())]),
+        failing(mlp()),
+    )
     model.error = Planted()
-    trainer = make_trainer(max_epochs=2, callbacks=[privacy])
 
     with pytest.raises(Planted):
         trainer.fit(model, loader)
@@ -254,11 +252,8 @@ def test_the_same_trainer_validates_tests_and_predicts_before_and_after(
     assert after < before
 
 
-def test_a_checkpoint_saved_after_the_fit_holds_the_ledger(
-    privacy, classifier, mlp, loader, make_trainer, tmp_path
-):
-    trainer = make_trainer(max_steps=3, callbacks=[privacy])
-    trainer.fit(classifier(mlp()), loader)
+def test_a_checkpoint_saved_after_the_fit_holds_the_ledger(privacy, classifier, mlp, fit, tmp_path):
+    trainer = fit(classifier(mlp()), privacy, max_steps=3)
 
     for weights_only in (False, True):
         trainer.save_checkpoint(tmp_path / "late.ckpt", weights_only=weights_only)
@@ -269,11 +264,11 @@ def test_a_checkpoint_saved_after_the_fit_holds_the_ledger(
 
 
 def test_an_ordinary_trainer_after_a_private_one_is_ordinary(
-    privacy, classifier, mlp, loader, make_trainer, weights
+    privacy, classifier, mlp, loader, fit, make_trainer, weights
 ):
     """The class of Lightning's own strategy is not touched, and neither is the user's loader."""
     sampler = loader.batch_sampler
-    make_trainer(max_epochs=1, callbacks=[privacy]).fit(classifier(mlp()), loader)
+    fit(classifier(mlp()), privacy, max_epochs=1)
     assert loader.batch_sampler is sampler
 
     model, expected = classifier(mlp()), classifier(mlp())

@@ -24,18 +24,15 @@ from tests.zoo import private
 DELTA = 1e-5
 
 
-def test_fused_adamw(privacy, classifier, mlp, loader, make_trainer, assert_trained):
+def test_fused_adamw(privacy, classifier, mlp, loader, fit, assert_trained):
     model = classifier(mlp(), lambda params: torch.optim.AdamW(params, lr=0.02, fused=True))
-    trainer = make_trainer(max_epochs=2, callbacks=[privacy])
 
-    trainer.fit(model, loader)
+    trainer = fit(model, privacy, max_epochs=2)
 
     assert_trained(trainer, model, privacy, loader, classifier(mlp()), steps=20)
 
 
-def test_parameter_groups_with_their_own_learning_rates(
-    privacy, classifier, mlp, loader, make_trainer
-):
+def test_parameter_groups_with_their_own_learning_rates(privacy, classifier, mlp, fit):
     net = mlp()
     model = classifier(
         net,
@@ -44,16 +41,14 @@ def test_parameter_groups_with_their_own_learning_rates(
         ),
     )
 
-    make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
+    fit(model, privacy, max_epochs=1)
 
     assert net[0].weight.equal(mlp()[0].weight)
     assert not net[2].weight.equal(mlp()[2].weight)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_one_cycle_schedule_over_the_estimated_steps(
-    accumulate, privacy, classifier, mlp, loader, make_trainer
-):
+def test_one_cycle_schedule_over_the_estimated_steps(accumulate, privacy, classifier, mlp, fit):
     class OneCycle(classifier):
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -63,15 +58,14 @@ def test_one_cycle_schedule_over_the_estimated_steps(
             return [optimizer], [{"scheduler": self.cycle, "interval": "step"}]
 
     model = OneCycle(mlp())
-    trainer = make_trainer(max_epochs=2, accumulate_grad_batches=accumulate, callbacks=[privacy])
 
-    trainer.fit(model, loader)
+    trainer = fit(model, privacy, max_epochs=2, accumulate_grad_batches=accumulate)
 
     assert model.cycle.total_steps == trainer.global_step == privacy.steps == 20 // accumulate
     assert model.cycle.last_epoch == model.cycle.total_steps
 
 
-def test_reduce_on_plateau(privacy, classifier, mlp, loader, make_trainer):
+def test_reduce_on_plateau(privacy, classifier, mlp, loader, fit):
     class Plateau(classifier):
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -83,28 +77,23 @@ def test_reduce_on_plateau(privacy, classifier, mlp, loader, make_trainer):
                 "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"},
             }
 
-    trainer = make_trainer(max_epochs=3, callbacks=[privacy])
-
-    trainer.fit(Plateau(mlp()), loader, loader)
+    trainer = fit(Plateau(mlp()), privacy, validate=loader, max_epochs=3)
 
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.1**2)
 
 
-def test_bf16_mixed(privacy, classifier, mlp, loader, make_trainer, assert_trained):
+def test_bf16_mixed(privacy, classifier, mlp, loader, fit, assert_trained):
     model = classifier(mlp(), lambda params: torch.optim.SGD(params, lr=0.5))
-    trainer = make_trainer(max_epochs=2, precision="bf16-mixed", callbacks=[privacy])
 
-    trainer.fit(model, loader)
+    trainer = fit(model, privacy, max_epochs=2, precision="bf16-mixed")
 
     assert {param.dtype for param in model.parameters()} == {torch.float32}
     assert_trained(trainer, model, privacy, loader, classifier(mlp()), steps=20)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_max_steps(accumulate, privacy, classifier, mlp, loader, make_trainer):
-    trainer = make_trainer(max_steps=7, accumulate_grad_batches=accumulate, callbacks=[privacy])
-
-    trainer.fit(classifier(mlp()), loader)
+def test_max_steps(accumulate, privacy, classifier, mlp, fit):
+    trainer = fit(classifier(mlp()), privacy, max_steps=7, accumulate_grad_batches=accumulate)
 
     assert trainer.global_step == privacy.steps == 7
 
@@ -130,31 +119,28 @@ def test_val_check_interval(interval, at, privacy, classifier, mlp, loader, make
     assert trainer.global_step == privacy.steps == 20
 
 
-def test_fast_dev_run(privacy, classifier, mlp, loader, make_trainer):
-    trainer = make_trainer(fast_dev_run=2, callbacks=[privacy])
-
-    trainer.fit(classifier(mlp()), loader, loader)
+def test_fast_dev_run(privacy, classifier, mlp, loader, fit):
+    trainer = fit(classifier(mlp()), privacy, validate=loader, fast_dev_run=2)
 
     assert trainer.global_step == privacy.steps == 2
 
 
-def test_fast_dev_run_with_a_target(classifier, mlp, loader, make_trainer):
+def test_fast_dev_run_with_a_target(classifier, mlp, fit):
     privacy = private(target_epsilon=1.0)
 
-    make_trainer(fast_dev_run=True, callbacks=[privacy]).fit(classifier(mlp()), loader)
+    fit(classifier(mlp()), privacy, fast_dev_run=True)
 
     assert privacy.steps == 1
     assert 0.99 < privacy.epsilon <= 1.0
 
 
 def test_gradient_clip_val_warns_that_the_gradient_is_private_already(
-    privacy, classifier, mlp, loader, make_trainer, weights
+    privacy, classifier, mlp, fit, weights
 ):
     model = classifier(mlp(), lambda params: torch.optim.SGD(params, lr=1.0))
-    trainer = make_trainer(max_steps=1, gradient_clip_val=1e-3, callbacks=[privacy])
 
     with pytest.warns(PrivacyWarning, match=r"gradient_clip_val=0.001.*already private"):
-        trainer.fit(model, loader)
+        fit(model, privacy, max_steps=1, gradient_clip_val=1e-3)
 
     assert float((weights(model) - weights(mlp())).norm()) == pytest.approx(1e-3, rel=1e-3)
 
@@ -187,11 +173,10 @@ class _Listener(torch.optim.SGD):
         return super().step()
 
 
-def test_an_optimizer_is_not_told_the_loss(privacy, classifier, mlp, loader, make_trainer):
+def test_an_optimizer_is_not_told_the_loss(privacy, classifier, mlp, fit):
     model = classifier(mlp(), lambda params: _Listener(params, lr=0.1))
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
 
-    trainer.fit(model, loader)
+    trainer = fit(model, privacy, max_epochs=1)
 
     assert trainer.optimizers[0].heard is None
     assert privacy.steps == trainer.global_step
@@ -220,22 +205,20 @@ def manual(classifier):
     return Manual
 
 
-def test_manual_optimization(privacy, manual, mlp, loader, make_trainer, assert_trained):
+def test_manual_optimization(privacy, manual, mlp, loader, fit, assert_trained):
     model = manual(mlp(), lambda params: torch.optim.SGD(params, lr=0.5))
-    trainer = make_trainer(max_epochs=2, callbacks=[privacy])
 
-    trainer.fit(model, loader)
+    trainer = fit(model, privacy, max_epochs=2)
 
     assert_trained(trainer, model, privacy, loader, manual(mlp()), steps=20)
 
 
-def test_manual_optimization_without_a_step_warns(privacy, manual, mlp, loader, make_trainer):
+def test_manual_optimization_without_a_step_warns(privacy, manual, mlp, fit):
     model = manual(mlp())
     model.steps = 0
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
 
     with pytest.warns(PrivacyWarning, match=r"charged and never released.*Call it once per batch"):
-        trainer.fit(model, loader)
+        trainer = fit(model, privacy, max_epochs=1)
 
     assert trainer.global_step == 0
     assert privacy.steps == 10  # each batch was looked at
@@ -248,20 +231,18 @@ def test_manual_optimization_without_a_step_warns(privacy, manual, mlp, loader, 
         ({"backwards": 2}, "Backward ran more than once for one batch"),
     ],
 )
-def test_manual_optimization_uses_a_batch_once(
-    wrong, message, privacy, manual, mlp, loader, make_trainer
-):
+def test_manual_optimization_uses_a_batch_once(wrong, message, privacy, manual, mlp, fit):
     model = manual(mlp())
     for name, value in wrong.items():
         setattr(model, name, value)
 
     with pytest.raises(RuntimeError, match=message):
-        make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
+        fit(model, privacy, max_epochs=1)
 
     assert privacy.steps == 1
 
 
-def test_stepping_the_bare_optimizer_is_an_error(privacy, classifier, mlp, loader, make_trainer):
+def test_stepping_the_bare_optimizer_is_an_error(privacy, classifier, mlp, fit):
     class Bare(classifier):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
@@ -272,7 +253,7 @@ def test_stepping_the_bare_optimizer_is_an_error(privacy, classifier, mlp, loade
             self.optimizers().optimizer.step()
 
     with pytest.raises(RuntimeError, match="gradients that were not made private"):
-        make_trainer(max_epochs=1, callbacks=[privacy]).fit(Bare(mlp()), loader)
+        fit(Bare(mlp()), privacy, max_epochs=1)
 
 
 # -- modules with metrics, unused, frozen or own parameters --------------------------------------
@@ -281,7 +262,7 @@ def test_stepping_the_bare_optimizer_is_an_error(privacy, classifier, mlp, loade
 DELTA = 1e-5
 
 
-def test_torchmetrics_in_the_module(privacy, classifier, mlp, loader, make_trainer):
+def test_torchmetrics_in_the_module(privacy, classifier, mlp, fit):
     class Metrics(classifier):
         rows = 0
 
@@ -301,15 +282,14 @@ def test_torchmetrics_in_the_module(privacy, classifier, mlp, loader, make_train
             return nn.functional.cross_entropy(scores, y)
 
     model = Metrics(mlp(), lambda params: torch.optim.SGD(params, lr=0.5))
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
 
-    trainer.fit(model, loader)
+    trainer = fit(model, privacy, max_epochs=1)
 
     assert float(trainer.callback_metrics["seen"]) == model.rows
     assert 0.4 < float(trainer.callback_metrics["accuracy"]) <= 1
 
 
-def test_unused_parameters_get_noise_only(privacy, classifier, mlp, loader, make_trainer):
+def test_unused_parameters_get_noise_only(privacy, classifier, mlp, fit):
     class Unused(classifier):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
@@ -318,22 +298,21 @@ def test_unused_parameters_get_noise_only(privacy, classifier, mlp, loader, make
     model = Unused(mlp(), lambda params: torch.optim.SGD(params, lr=1.0))
     before = model.never_called.weight.detach().clone()
 
-    make_trainer(max_steps=1, callbacks=[privacy]).fit(model, loader)
+    fit(model, privacy, max_steps=1)
 
     moved = (model.never_called.weight - before).detach()
     assert float(moved.std()) == pytest.approx(0.5 * 1.0 / 24, rel=0.15)
 
 
 def test_frozen_layers_do_not_move_and_take_no_part_of_the_norm(
-    classifier, mlp, loader, make_trainer, weights
+    classifier, mlp, loader, fit, weights
 ):
     silent = private(noise_multiplier=0.0, max_grad_norm=1e-3, sampling=FullBatch())
     net = mlp()
     net[0].requires_grad_(False)
     model = classifier(net, lambda params: torch.optim.SGD(params, lr=1.0))
-    trainer = make_trainer(max_steps=1, callbacks=[silent])
 
-    trainer.fit(model, DataLoader(loader.dataset, batch_size=240))
+    fit(model, silent, DataLoader(loader.dataset, batch_size=240), max_steps=1)
 
     assert weights(net[0]).equal(weights(mlp()[0]))
     # Every record is clipped; were frozen gradients in the norm, the rest would be shorter.
@@ -372,7 +351,7 @@ class Direct(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
-def test_parts_in_eval_mode_are_trained_as_they_are(classifier, loader, make_trainer):
+def test_parts_in_eval_mode_are_trained_as_they_are(classifier, loader, fit):
     net = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5), nn.Linear(4, 3))
     net[:2].eval()
     x, y = loader.dataset.tensors
@@ -385,10 +364,9 @@ def test_parts_in_eval_mode_are_trained_as_they_are(classifier, loader, make_tra
     silent = DifferentialPrivacy(
         noise_multiplier=0.0, max_grad_norm=0.1, target_delta=DELTA, sampling=FullBatch()
     )
-    trainer = make_trainer(max_steps=1, callbacks=[silent])
 
     model = classifier(net, lambda params: torch.optim.SGD(params, lr=1.0))
-    trainer.fit(model, DataLoader(loader.dataset, batch_size=240))
+    fit(model, silent, DataLoader(loader.dataset, batch_size=240), max_steps=1)
 
     torch.testing.assert_close(
         nn.utils.parameters_to_vector(net.parameters()).detach(), expected, rtol=0, atol=1e-5
@@ -398,12 +376,11 @@ def test_parts_in_eval_mode_are_trained_as_they_are(classifier, loader, make_tra
 
 @pytest.mark.parametrize("through_self", [True, False])
 def test_parameters_on_the_module_itself_are_trained(
-    through_self, privacy, loader, make_trainer, assert_trained
+    through_self, privacy, loader, fit, assert_trained
 ):
     model = Direct(through_self)
-    trainer = make_trainer(max_epochs=2, callbacks=[privacy])
 
-    trainer.fit(model, loader)
+    trainer = fit(model, privacy, max_epochs=2)
 
     assert_trained(trainer, model, privacy, loader, Direct(through_self), steps=20)
 
@@ -411,16 +388,12 @@ def test_parameters_on_the_module_itself_are_trained(
 # -- what training_step may do and return, and what hooks around it see --------------------------
 
 
-def test_a_forward_pass_before_training_does_not_matter(
-    privacy, classifier, mlp, loader, make_trainer
-):
+def test_a_forward_pass_before_training_does_not_matter(privacy, classifier, mlp, fit):
     class Draws(classifier):
         def on_train_start(self):
             self(torch.zeros(2, 6))  # as logger.experiment.add_graph does
 
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
-
-    trainer.fit(Draws(mlp()), loader)
+    trainer = fit(Draws(mlp()), privacy, max_epochs=1)
 
     assert trainer.global_step == privacy.steps == 10
 
@@ -443,7 +416,7 @@ def test_a_forward_pass_beside_the_loss_is_no_part_of_it(
     assert torch.equal(fit(Twice), fit(classifier))
 
 
-def test_a_loss_kept_for_the_next_batch_is_refused(privacy, classifier, mlp, loader, make_trainer):
+def test_a_loss_kept_for_the_next_batch_is_refused(privacy, classifier, mlp, fit):
     class Keeps(classifier):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
@@ -453,13 +426,13 @@ def test_a_loss_kept_for_the_next_batch_is_refused(privacy, classifier, mlp, loa
             return loss + self.kept
 
     with pytest.raises((RuntimeError, IndexError, TypeError, ValueError)):
-        make_trainer(max_epochs=1, callbacks=[privacy]).fit(Keeps(mlp()), loader)
+        fit(Keeps(mlp()), privacy, max_epochs=1)
 
     assert privacy.steps == 2
 
 
 def test_training_step_may_return_a_dictionary(
-    privacy, classifier, mlp, loader, make_trainer, assert_trained
+    privacy, classifier, mlp, loader, fit, assert_trained
 ):
     ends = []
 
@@ -471,9 +444,8 @@ def test_training_step_may_return_a_dictionary(
             ends.append(outputs["rows"] == len(batch[0]))
 
     model = Dictionary(mlp(), lambda params: torch.optim.SGD(params, lr=0.5))
-    trainer = make_trainer(max_epochs=2, callbacks=[privacy])
 
-    trainer.fit(model, loader)
+    trainer = fit(model, privacy, max_epochs=2)
 
     assert ends == [True] * 20
     assert_trained(trainer, model, privacy, loader, classifier(mlp()), steps=20)

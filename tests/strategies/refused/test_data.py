@@ -142,12 +142,10 @@ def test_a_loader_that_cannot_be_sampled_is_refused(
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_ordinary_loaders_are_not_refused(
-    shuffle, drop_last, blobs, classifier, mlp, make_trainer, privacy
-):
-    trainer = make_trainer(max_steps=2, callbacks=[privacy])
-
-    trainer.fit(classifier(mlp()), plain(blobs, shuffle=shuffle, drop_last=drop_last))
+def test_ordinary_loaders_are_not_refused(shuffle, drop_last, blobs, classifier, mlp, fit, privacy):
+    trainer = fit(
+        classifier(mlp()), privacy, plain(blobs, shuffle=shuffle, drop_last=drop_last), max_steps=2
+    )
 
     assert privacy.steps == trainer.global_step == 2
 
@@ -365,12 +363,13 @@ def test_asking_how_long_it_is_is_no_use_of_records(
 )
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_fit_loop_itself_is_always_served(
-    options, workers, blobs, classifier, mlp, make_trainer, unprobed
+    options, workers, blobs, classifier, mlp, fit, unprobed
 ):
     some = {"num_workers": 1, "multiprocessing_context": "fork", "persistent_workers": True}
     train = DataLoader(blobs, 24, **(some if workers else {}))
-    trainer = make_trainer(max_epochs=3, callbacks=[unprobed], **options)
 
-    trainer.fit(classifier(mlp()), train, DataLoader(blobs, 240))
+    trainer = fit(
+        classifier(mlp()), unprobed, train, validate=DataLoader(blobs, 240), max_epochs=3, **options
+    )
 
     assert unprobed.steps == trainer.global_step == (9 if "limit_train_batches" in options else 30)

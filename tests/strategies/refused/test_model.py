@@ -73,14 +73,11 @@ NORMS = {
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_normalisation_over_the_batch_is_refused(
-    name, loader, classifier, make_trainer, privacy, assert_refused
-):
+def test_normalisation_over_the_batch_is_refused(name, classifier, fit, privacy, assert_refused):
     model = classifier(nn.Sequential(NORMS[name](), nn.Linear(6, 3)))
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
 
     assert_refused(
-        lambda: trainer.fit(model, loader),
+        lambda: fit(model, privacy, max_epochs=1),
         r"\['net\.0'\] normalise.*lightning_dp\.fix\(model\)",
         model,
     )
@@ -102,14 +99,13 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_hooks_refuse_a_layer_without_a_rule_with_its_replacement(
-    name, loader, classifier, make_trainer, assert_refused
+    name, classifier, fit, assert_refused
 ):
     make, match = UNSUPPORTED[name]
     model = classifier(make())
     privacy = DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0, engine="hooks")
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
 
-    assert_refused(lambda: trainer.fit(model, loader), match, model)
+    assert_refused(lambda: fit(model, privacy, max_epochs=1), match, model)
 
 
 class WithBuffer(nn.Linear):
@@ -121,10 +117,8 @@ class WithBuffer(nn.Linear):
         return super().forward(x) + self.seen
 
 
-def test_a_trainable_layer_with_a_constant_buffer_is_fine(
-    loader, classifier, make_trainer, privacy
-):
-    make_trainer(max_epochs=1, callbacks=[privacy]).fit(classifier(WithBuffer()), loader)
+def test_a_trainable_layer_with_a_constant_buffer_is_fine(classifier, fit, privacy):
+    fit(classifier(WithBuffer()), privacy, max_epochs=1)
     assert privacy.steps == 10
 
 
@@ -173,14 +167,11 @@ OPTIMIZERS = {
 
 @pytest.mark.filterwarnings("ignore:.*configure_optimizers.*returned `None`")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_anything_but_one_ordinary_optimizer_is_refused(
-    name, loader, make_trainer, privacy, assert_refused
-):
+def test_anything_but_one_ordinary_optimizer_is_refused(name, fit, privacy, assert_refused):
     make, automatic, match = OPTIMIZERS[name]
     model = Optimizers(make, automatic=automatic)
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
 
-    assert_refused(lambda: trainer.fit(model, loader), match, model)
+    assert_refused(lambda: fit(model, privacy, max_epochs=1), match, model)
 
 
 class Greedy(SGD):
@@ -206,14 +197,11 @@ class WithClosure(Optimizers):
 
 
 @pytest.mark.parametrize("automatic", [True, False])
-def test_a_closure_evaluated_twice_is_refused(
-    automatic, loader, make_trainer, privacy, assert_refused
-):
+def test_a_closure_evaluated_twice_is_refused(automatic, fit, privacy, assert_refused):
     model = WithClosure(lambda m: Greedy(m.parameters(), lr=0.1), automatic=automatic)
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
 
     assert_refused(
-        lambda: trainer.fit(model, loader),
+        lambda: fit(model, privacy, max_epochs=1),
         "Greedy evaluated its closure twice.*Use an optimizer that evaluates it once",
         model,
         charged=1,
@@ -304,19 +292,16 @@ def penalises_the_weights(model: Any, batch: Any) -> Tensor:
     return cross_entropy(model.net(batch[0].detach()).detach(), batch[1]) + model.net.weight.sum()
 
 
-def test_a_weight_used_outside_of_its_layer_is_fine(loader, make_trainer, privacy):
-    make_trainer(max_epochs=1, callbacks=[privacy]).fit(Forwards(bypasses_the_layer), loader)
+def test_a_weight_used_outside_of_its_layer_is_fine(fit, privacy):
+    fit(Forwards(bypasses_the_layer), privacy, max_epochs=1)
     assert privacy.steps == 10
 
 
-def test_a_gradient_that_no_layer_has_is_refused_by_the_engine_of_layers(
-    loader, make_trainer, assert_refused
-):
+def test_a_gradient_that_no_layer_has_is_refused_by_the_engine_of_layers(fit, assert_refused):
     model = Forwards(penalises_the_weights)
     privacy = DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0, engine="layers")
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
 
-    assert_refused(lambda: trainer.fit(model, loader), r"net\.weight", model)
+    assert_refused(lambda: fit(model, privacy, max_epochs=1), r"net\.weight", model)
 
 
 class OwnParameter(Optimizers):
@@ -330,29 +315,26 @@ class OwnParameter(Optimizers):
         return cross_entropy(self.net(batch[0]) * self.scale, batch[1])
 
 
-def test_a_parameter_used_outside_forward_is_fine(loader, make_trainer, privacy):
-    make_trainer(max_epochs=1, callbacks=[privacy]).fit(OwnParameter(), loader)
+def test_a_parameter_used_outside_forward_is_fine(fit, privacy):
+    fit(OwnParameter(), privacy, max_epochs=1)
     assert privacy.steps == 10
 
 
-def test_a_frozen_layer_in_eval_mode_is_fine(loader, classifier, make_trainer, privacy):
+def test_a_frozen_layer_in_eval_mode_is_fine(classifier, fit, privacy):
     model = classifier(nn.Sequential(frozen(nn.Linear(6, 4)).eval(), nn.Linear(4, 3)))
-    make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
+    fit(model, privacy, max_epochs=1)
     assert privacy.steps == 10
 
 
 @pytest.mark.parametrize("engine", ["layers"])
-def test_a_loop_over_the_records_is_refused_before_a_charge(
-    engine, classifier, blobs, make_trainer
-):
+def test_a_loop_over_the_records_is_refused_before_a_charge(engine, classifier, blobs, fit):
     class OneByOne(classifier):
         def forward(self, x):
             return torch.stack([self.net(record) for record in x])
 
     privacy = DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0, engine=engine)
-    trainer = make_trainer(max_steps=2, callbacks=[privacy])
     with pytest.raises(TypeError, match=r"called with a tensor of 1 dimensions"):
-        trainer.fit(OneByOne(nn.Linear(6, 3)), DataLoader(blobs, 3))
+        fit(OneByOne(nn.Linear(6, 3)), privacy, DataLoader(blobs, 3), max_steps=2)
     assert privacy.epsilon == 0
 
 
@@ -396,12 +378,11 @@ def test_training_step_with_dataloader_iter_is_refused(
     ],
 )
 def test_trainer_arguments_under_which_epsilon_would_not_hold_are_refused(
-    arguments, match, loader, classifier, mlp, make_trainer, privacy, assert_refused
+    arguments, match, classifier, mlp, fit, privacy, assert_refused
 ):
     model = classifier(mlp())
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy], **arguments)
 
-    assert_refused(lambda: trainer.fit(model, loader), match, model)
+    assert_refused(lambda: fit(model, privacy, max_epochs=1, **arguments), match, model)
 
 
 CALLBACKS = {
@@ -452,13 +433,12 @@ class FromModule(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
 
 
-def test_a_callback_that_the_model_brings_is_refused(loader, make_trainer, privacy, assert_refused):
+def test_a_callback_that_the_model_brings_is_refused(fit, privacy, assert_refused):
     model = FromModule()
     model.configure_callbacks = lambda: StochasticWeightAveraging(swa_lrs=0.1)  # type: ignore
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
 
     assert_refused(
-        lambda: trainer.fit(model, loader), "StochasticWeightAveraging cannot be used", model
+        lambda: fit(model, privacy, max_epochs=1), "StochasticWeightAveraging cannot be used", model
     )
 
 
@@ -577,23 +557,20 @@ def test_a_module_of_pytorch_lightning_is_refused(loader, make_trainer, privacy,
     )
 
 
-def test_clipping_the_private_gradient_again_warns(loader, classifier, mlp, make_trainer, privacy):
-    trainer = make_trainer(max_steps=1, callbacks=[privacy], gradient_clip_val=1.0)
-
+def test_clipping_the_private_gradient_again_warns(classifier, mlp, fit, privacy):
     with pytest.warns(PrivacyWarning, match="gradient_clip_val=1.0.*max_grad_norm"):
-        trainer.fit(classifier(mlp()), loader)
+        fit(classifier(mlp()), privacy, max_steps=1, gradient_clip_val=1.0)
 
 
 def test_somebody_elses_hook_on_a_gradient_is_refused(
-    loader, classifier, mlp, make_trainer, privacy, assert_refused
+    classifier, mlp, fit, privacy, assert_refused
 ):
     model = classifier(mlp())
     seen: list[torch.Tensor] = []
     handle = model.net[0].weight.register_hook(seen.append)
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
 
     assert_refused(
-        lambda: trainer.fit(model, loader), "gradient hooks.*Remove them before fit", model
+        lambda: fit(model, privacy, max_epochs=1), "gradient hooks.*Remove them before fit", model
     )
     handle.remove()
     assert seen == []
@@ -631,12 +608,13 @@ def test_launchers_that_copy_the_process_are_refused(strategy, make_trainer):
         check_strategy(trainer.strategy)
 
 
-def test_a_forked_fit_is_refused(loader, classifier, mlp, make_trainer, privacy, assert_refused):
+def test_a_forked_fit_is_refused(classifier, mlp, fit, privacy, assert_refused):
     model = classifier(mlp())
-    trainer = make_trainer(strategy="ddp_fork", devices=1, max_epochs=1, callbacks=[privacy])
 
     assert_refused(
-        lambda: trainer.fit(model, loader), "spawn or fork.*strategy='ddp' in a script", model
+        lambda: fit(model, privacy, strategy="ddp_fork", devices=1, max_epochs=1),
+        "spawn or fork.*strategy='ddp' in a script",
+        model,
     )
 
 
@@ -659,34 +637,27 @@ class Hookless(L.LightningModule):
     ["ddp_fork", "ddp_notebook", pytest.param("ddp_spawn", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("devices", [1, 2])
-def test_the_refusal_of_a_copied_process_comes_from_the_parent(
-    strategy, devices, loader, make_trainer, privacy
-):
-    trainer = make_trainer(strategy=strategy, devices=devices, max_epochs=1, callbacks=[privacy])
-
+def test_the_refusal_of_a_copied_process_comes_from_the_parent(strategy, devices, fit, privacy):
     with pytest.raises(MisconfigurationException, match=r"spawn or fork.*devices=1") as refused:
-        trainer.fit(Hookless(), loader)
+        fit(Hookless(), privacy, strategy=strategy, devices=devices, max_epochs=1)
 
     assert refused.value.__cause__ is None and refused.value.__suppress_context__
 
 
-def test_several_devices_of_a_notebook_are_refused_in_the_parent(
-    loader, make_trainer, privacy, monkeypatch
-):
+def test_several_devices_of_a_notebook_are_refused_in_the_parent(fit, privacy, monkeypatch):
     connector = "lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE"
     monkeypatch.setattr(connector, True)
-    trainer = make_trainer(devices=2, max_epochs=1, callbacks=[privacy])
 
     with pytest.raises(MisconfigurationException, match=r"spawn or fork.*strategy='ddp'"):
-        trainer.fit(Hookless(), loader)
+        fit(Hookless(), privacy, devices=2, max_epochs=1)
 
 
-def test_another_error_of_a_fit_arrives_as_it_is(loader, make_trainer, privacy):
+def test_another_error_of_a_fit_arrives_as_it_is(fit, privacy):
     model = Hookless()
     model.configure_optimizers = lambda: 1 / 0  # type: ignore[method-assign]
 
     with pytest.raises(ZeroDivisionError):
-        make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
+        fit(model, privacy, max_epochs=1)
 
 
 def test_one_device_and_ddp_are_not_refused():
@@ -703,15 +674,18 @@ def test_two_configurations_are_refused(loader, classifier, mlp, make_trainer, a
 
 
 def test_a_callback_beside_a_configured_strategy_is_refused(
-    loader, classifier, mlp, make_trainer, privacy, assert_refused
+    classifier, mlp, fit, privacy, assert_refused
 ):
     model = classifier(mlp())
     strategy = PrivateSingleDeviceStrategy(
         privacy=PrivacyConfig(noise_multiplier=2.0, target_delta=1e-5)
     )
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy], strategy=strategy)
 
-    assert_refused(lambda: trainer.fit(model, loader), "configured twice.*Keep one of them", model)
+    assert_refused(
+        lambda: fit(model, privacy, max_epochs=1, strategy=strategy),
+        "configured twice.*Keep one of them",
+        model,
+    )
 
 
 def test_a_private_strategy_without_configuration_is_refused(
