@@ -90,14 +90,6 @@ def charges(tmp_path: Path) -> Callable[[], list[Any]]:
 
 
 @pytest.fixture
-def small_loader() -> DataLoader[Any]:
-    """60 records in 5 batches of 12: q = 0.2."""
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(60, 6, generator=generator)
-    return DataLoader(TensorDataset(x, torch.arange(60) % 3), batch_size=12, shuffle=True)
-
-
-@pytest.fixture
 def privacy() -> DifferentialPrivacy:
     """Little noise, so that training visibly works."""
     return private(noise_multiplier=0.5)

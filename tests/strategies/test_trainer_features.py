@@ -188,7 +188,7 @@ def test_an_optimizer_is_not_told_the_loss(privacy, classifier, mlp, fit):
 @pytest.fixture
 def manual(classifier):
     class Manual(classifier):
-        backwards = steps = 1
+        steps = 1
 
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
@@ -197,8 +197,7 @@ def manual(classifier):
         def training_step(self, batch, batch_idx):
             optimizer = self.optimizers()
             optimizer.zero_grad()
-            for _ in range(self.backwards):
-                self.manual_backward(super().training_step(batch, batch_idx))
+            self.manual_backward(super().training_step(batch, batch_idx))
             for _ in range(self.steps):
                 optimizer.step()
 
@@ -222,38 +221,6 @@ def test_manual_optimization_without_a_step_warns(privacy, manual, mlp, fit):
 
     assert trainer.global_step == 0
     assert privacy.steps == 10  # each batch was looked at
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"steps": 2}, "Two optimizer steps on one batch"),
-        ({"backwards": 2}, "Backward ran more than once for one batch"),
-    ],
-)
-def test_manual_optimization_uses_a_batch_once(wrong, message, privacy, manual, mlp, fit):
-    model = manual(mlp())
-    for name, value in wrong.items():
-        setattr(model, name, value)
-
-    with pytest.raises(RuntimeError, match=message):
-        fit(model, privacy, max_epochs=1)
-
-    assert privacy.steps == 1
-
-
-def test_stepping_the_bare_optimizer_is_an_error(privacy, classifier, mlp, fit):
-    class Bare(classifier):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.automatic_optimization = False
-
-        def training_step(self, batch, batch_idx):
-            self.manual_backward(super().training_step(batch, batch_idx))
-            self.optimizers().optimizer.step()
-
-    with pytest.raises(RuntimeError, match="gradients that were not made private"):
-        fit(Bare(mlp()), privacy, max_epochs=1)
 
 
 # -- modules with metrics, unused, frozen or own parameters --------------------------------------

@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -140,28 +140,10 @@ def test_a_loader_that_cannot_be_sampled_is_refused(
     assert_refused(lambda: trainer.fit(model, make_loader(blobs)), match, model)
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("shuffle", "drop_last"), [(True, False), (False, True)])
 def test_ordinary_loaders_are_not_refused(shuffle, drop_last, blobs, classifier, mlp, fit, privacy):
-    trainer = fit(
-        classifier(mlp()), privacy, plain(blobs, shuffle=shuffle, drop_last=drop_last), max_steps=2
-    )
-
-    assert privacy.steps == trainer.global_step == 2
-
-
-def two_rows(records: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    x, y = (torch.stack(part) for part in zip(*records, strict=True))
-    return [x.repeat_interleave(2, 0), y.repeat_interleave(2)]
-
-
-def one_row_for_all(records: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    x, y = (torch.stack(part) for part in zip(*records, strict=True))
-    return [x.mean(0, keepdim=True), y[:1]]
-
-
-def nothing(records: Any) -> None:
-    return None
+    data = plain(blobs, shuffle=shuffle, drop_last=drop_last)
+    assert fit(classifier(mlp()), privacy, data, max_steps=2).global_step == privacy.steps == 2
 
 
 REPEATS = {

@@ -32,7 +32,7 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy, linear
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import (
@@ -44,7 +44,6 @@ from lightning_dp import (
     PrivacyConfig,
     Storm,
 )
-from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.callbacks import DifferentialPrivacy, PrivateSingleDeviceStrategy
 from lightning_dp.strategies.checks import (
     check_strategy,
@@ -304,28 +303,6 @@ def test_a_gradient_that_no_layer_has_is_refused_by_the_engine_of_layers(fit, as
     assert_refused(lambda: fit(model, privacy, max_epochs=1), r"net\.weight", model)
 
 
-class OwnParameter(Optimizers):
-    """A parameter directly on the LightningModule, used in training_step."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda model: Adam(model.parameters(), lr=0.1))
-        self.scale = nn.Parameter(torch.ones(3))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return cross_entropy(self.net(batch[0]) * self.scale, batch[1])
-
-
-def test_a_parameter_used_outside_forward_is_fine(fit, privacy):
-    fit(OwnParameter(), privacy, max_epochs=1)
-    assert privacy.steps == 10
-
-
-def test_a_frozen_layer_in_eval_mode_is_fine(classifier, fit, privacy):
-    model = classifier(nn.Sequential(frozen(nn.Linear(6, 4)).eval(), nn.Linear(4, 3)))
-    fit(model, privacy, max_epochs=1)
-    assert privacy.steps == 10
-
-
 @pytest.mark.parametrize("engine", ["layers"])
 def test_a_loop_over_the_records_is_refused_before_a_charge(engine, classifier, blobs, fit):
     class OneByOne(classifier):
@@ -555,11 +532,6 @@ def test_a_module_of_pytorch_lightning_is_refused(loader, make_trainer, privacy,
     assert_refused(
         lambda: trainer.fit(model, loader), "must be a `LightningModule`.*got `.*Model`", model
     )
-
-
-def test_clipping_the_private_gradient_again_warns(classifier, mlp, fit, privacy):
-    with pytest.warns(PrivacyWarning, match="gradient_clip_val=1.0.*max_grad_norm"):
-        fit(classifier(mlp()), privacy, max_steps=1, gradient_clip_val=1.0)
 
 
 def test_somebody_elses_hook_on_a_gradient_is_refused(

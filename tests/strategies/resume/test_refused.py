@@ -53,40 +53,35 @@ def test_checkpoint_without_ledger_is_refused_with_the_cure(
     refused(fit, saved, tmp_path / "plain.ckpt", ValueError, match)
 
 
-@pytest.mark.parametrize(
-    ("privacy", "was", "now"),
-    [
-        ({"max_grad_norm": 2.0}, "max_grad_norm=1.0", "max_grad_norm=2.0"),
-        ({"target_delta": 1e-6}, "1e-05", "1e-06"),
-        ({"relation": "replace_one"}, "add_remove", "replace_one"),
-        ({"noise_schedule": Exponential(0.1)}, "Constant()", "Exponential(rate=0.1)"),
-        ({"noise_multiplier": 1.1}, "1.0", "1.1"),
-        ({"sampling": FullBatch()}, "Poisson()", "FullBatch()"),
-        ({"postprocessing": [Momentum(0.5)]}, "()", "Momentum(beta=0.5)"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_changed_configuration_is_refused_naming_both_values(
-    fit: Any, saved: Any, tmp_path: Path, privacy: dict[str, Any], was: str, now: str
-) -> None:
-    match = f"differs from the checkpoint's: it was .*{re.escape(was)}.*, now .*{re.escape(now)}"
-    refused(fit, saved, tmp_path / "a.ckpt", ValueError, match, privacy=privacy)
+CHANGED: list[tuple[dict[str, Any], str, str]] = [
+    ({"max_grad_norm": 2.0}, "max_grad_norm=1.0", "max_grad_norm=2.0"),
+    ({"target_delta": 1e-6}, "1e-05", "1e-06"),
+    ({"relation": "replace_one"}, "add_remove", "replace_one"),
+    ({"noise_schedule": Exponential(0.1)}, "Constant()", "Exponential(rate=0.1)"),
+    ({"noise_multiplier": 1.1}, "1.0", "1.1"),
+    ({"sampling": FullBatch()}, "Poisson()", "FullBatch()"),
+    ({"postprocessing": [Momentum(0.5)]}, "()", "Momentum(beta=0.5)"),
+]
+OTHER_BATCHES: list[tuple[dict[str, Any], str, str]] = [
+    ({"batch_size": 8}, f"sample_rate={4 / 48}", f"sample_rate={8 / 48}"),
+    ({"records": 47}, "num_records=48", "num_records=47"),
+    ({"accumulate_grad_batches": 2}, "chunks_per_step=1", "chunks_per_step=2"),
+    ({"batch_size": 2, "accumulate_grad_batches": 2}, "chunks_per_step=1", "chunks_per_step=2"),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "was", "now"),
-    [
-        ({"batch_size": 8}, f"sample_rate={4 / 48}", f"sample_rate={8 / 48}"),
-        ({"records": 47}, "num_records=48", "num_records=47"),
-        ({"accumulate_grad_batches": 2}, "chunks_per_step=1", "chunks_per_step=2"),
-        ({"batch_size": 2, "accumulate_grad_batches": 2}, "chunks_per_step=1", "chunks_per_step=2"),
-    ],
-)
-def test_changed_batches_are_refused_naming_both_values(
-    fit: Any, saved: Any, tmp_path: Path, options: dict[str, Any], was: str, now: str
+def test_changed_configuration_and_batches_are_refused_naming_both_values(
+    fit: Any, saved: Any, tmp_path: Path
 ) -> None:
-    match = f"{re.escape(was)}.* before, .*{re.escape(now)}.* now"
-    refused(fit, saved, tmp_path / "a.ckpt", ValueError, match, **options)
+    path = tmp_path / "a.ckpt"
+    for privacy, was, now in CHANGED:
+        match = (
+            f"differs from the checkpoint's: it was .*{re.escape(was)}.*, now .*{re.escape(now)}"
+        )
+        refused(fit, saved, path, ValueError, match, privacy=privacy)
+    for options, was, now in OTHER_BATCHES:
+        match = f"{re.escape(was)}.* before, .*{re.escape(now)}.* now"
+        refused(fit, saved, path, ValueError, match, **options)
 
 
 def test_changed_target_epsilon_is_allowed(fit: Any, saved: Any, tmp_path: Path) -> None:
@@ -139,24 +134,24 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-@pytest.mark.parametrize(
-    ("damage", "match"),
-    [
-        (Path.unlink, r"is missing.*ledger_dir.*recover_journal\(checkpoint_path, directory"),
-        (cut_line, r"knows less than the checkpoint.*recover_journal"),
-        (keep_the_header, r"knows less than the checkpoint.*recover_journal"),
-        (cut_byte_in_the_middle, "is damaged"),
-        (change_a_digit, "is damaged: line 2 fails its checksum"),
-        (drop_a_line, "is damaged before line 5"),
-        (empty, "is empty"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_bad_journal_is_refused(
-    fit: Any, saved: Any, tmp_path: Path, damage: Callable[[Path], None], match: str
-) -> None:
-    damage(saved.ledger.journal_path)
-    refused(fit, saved, tmp_path / "a.ckpt", JournalError, match)
+DAMAGE: list[tuple[Callable[[Path], None], str]] = [
+    (cut_line, r"knows less than the checkpoint.*recover_journal"),
+    (keep_the_header, r"knows less than the checkpoint.*recover_journal"),
+    (cut_byte_in_the_middle, "is damaged"),
+    (change_a_digit, "is damaged: line 2 fails its checksum"),
+    (drop_a_line, "is damaged before line 5"),
+    (empty, "is empty"),
+    (Path.unlink, r"is missing.*ledger_dir.*recover_journal\(checkpoint_path, directory"),
+]
+
+
+def test_bad_journal_is_refused(fit: Any, saved: Any, tmp_path: Path) -> None:
+    journal = saved.ledger.journal_path
+    whole = journal.read_bytes()
+    for damage, match in DAMAGE:
+        journal.write_bytes(whole)
+        damage(journal)
+        refused(fit, saved, tmp_path / "a.ckpt", JournalError, match)
 
 
 def test_torn_last_line_is_a_charge_whose_data_was_never_touched(
