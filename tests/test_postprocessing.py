@@ -8,7 +8,6 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -481,7 +480,7 @@ def test_it_costs_no_privacy(records, make_trainer):
 @pytest.mark.parametrize("per_parameter", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(
-    name, per_parameter, records, make_trainer, tmp_path: Path
+    name, per_parameter, records, make_trainer, tmp_path
 ):
     loader = DataLoader(records, batch_size=RECORDS)
 
@@ -505,7 +504,7 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(
     np.testing.assert_allclose(resumed.flat(), whole.flat(), rtol=0, atol=1e-12)
 
 
-def test_another_sigma_in_the_checkpoint_is_refused(records, make_trainer, tmp_path: Path):
+def test_another_sigma_in_the_checkpoint_is_refused(records, make_trainer, tmp_path):
     loader = DataLoader(records, batch_size=20)
 
     def fit(sigma: float, **more: Any) -> L.Trainer:

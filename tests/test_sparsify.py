@@ -99,7 +99,7 @@ def test_values_that_are_no_vector_are_refused():
 
 
 @pytest.mark.parametrize(("size", "keep"), [(1, 1), (7, 7), (50, 1), (50, 49), (1000, 37)])
-def test_the_set_is_sorted_distinct_and_of_the_size_asked_for(size: int, keep: int) -> None:
+def test_the_set_is_sorted_distinct_and_of_the_size_asked_for(size, keep):
     for round_ in range(20):
         mask = shared_mask(3, round_, size, keep)
         assert mask.dtype == torch.int64 and mask.shape == (keep,)
@@ -107,18 +107,18 @@ def test_the_set_is_sorted_distinct_and_of_the_size_asked_for(size: int, keep: i
         assert mask[0] >= 0 and mask[-1] < size
 
 
-def test_all_coordinates_are_kept_if_asked_for() -> None:
+def test_all_coordinates_are_kept_if_asked_for():
     assert torch.equal(shared_mask(11, 4, 20, 20), torch.arange(20))
 
 
-def test_it_is_the_philox_stream_as_published() -> None:
+def test_it_is_the_philox_stream_as_published():
     """Philox4x64-10 with counter 1 and zero key (Random123's known answers are for counter 0)."""
     words = _philox(0, 0, 10)
     smallest = sorted(range(10), key=lambda i: (words[i], i))[:4]
     assert shared_mask(0, 0, 10, 4).tolist() == sorted(smallest)
 
 
-def test_the_slow_philox_gives_random123s_known_answers() -> None:
+def test_the_slow_philox_gives_random123s_known_answers():
     assert _block((0, 0, 0, 0), (0, 0)) == (
         0x16554D9ECA36314C,
         0xDB20FE9D672D0FDC,
@@ -128,13 +128,13 @@ def test_the_slow_philox_gives_random123s_known_answers() -> None:
 
 
 @pytest.mark.parametrize(("seed", "round_"), [(7, 3), (2**64 - 1, 2**40), (0, 2**64 - 1)])
-def test_large_seeds_and_rounds_are_used_whole(seed: int, round_: int) -> None:
+def test_large_seeds_and_rounds_are_used_whole(seed, round_):
     words = _philox(seed, round_, 30)
     smallest = sorted(range(30), key=lambda i: (words[i], i))[:9]
     assert shared_mask(seed, round_, 30, 9).tolist() == sorted(smallest)
 
 
-def test_global_random_states_are_neither_read_nor_changed() -> None:
+def test_global_random_states_are_neither_read_nor_changed():
     first = shared_mask(5, 1, 100, 10)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -146,7 +146,7 @@ def test_global_random_states_are_neither_read_nor_changed() -> None:
     assert random.getstate() == states[2]
 
 
-def test_every_coordinate_and_every_pair_is_kept_equally_often() -> None:
+def test_every_coordinate_and_every_pair_is_kept_equally_often():
     size, keep, rounds = 12, 5, 4000
     kept = torch.zeros(rounds, size)
     for round_ in range(rounds):
@@ -159,7 +159,7 @@ def test_every_coordinate_and_every_pair_is_kept_equally_often() -> None:
         assert (observed - rounds * expected).abs().max() < 5 * deviation
 
 
-def test_seed_and_round_are_two_different_arguments() -> None:
+def test_seed_and_round_are_two_different_arguments():
     sets = {
         tuple(shared_mask(seed, round_, 1000, 20).tolist())
         for seed in range(8)
@@ -182,7 +182,7 @@ def test_seed_and_round_are_two_different_arguments() -> None:
         ((True, 0, 10, 3), "seed=True"),
     ],
 )
-def test_bad_arguments_are_named(arguments: tuple[int, int, int, int], message: str) -> None:
+def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         shared_mask(*arguments)
 

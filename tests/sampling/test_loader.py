@@ -355,7 +355,7 @@ SUBSETS: dict[str, Any] = {
 
 @pytest.mark.parametrize("chosen", SUBSETS)
 @pytest.mark.parametrize("name", TENSORS)
-def test_batches_are_those_of_torchs_loader(name: str, chosen: str) -> None:
+def test_batches_are_those_of_torchs_loader(name, chosen):
     user = DataLoader(SUBSETS[chosen](TensorDataset(*TENSORS[name])), batch_sampler=BATCHES)
     at_once = read_at_once(user)
     assert at_once is not None
@@ -367,7 +367,7 @@ def test_batches_are_those_of_torchs_loader(name: str, chosen: str) -> None:
             assert not one.numel() or one.data_ptr() != other.data_ptr()
 
 
-def test_tensors_are_looked_up_in_each_batch() -> None:
+def test_tensors_are_looked_up_in_each_batch():
     data = TensorDataset(torch.zeros(3))
     records = TensorsAtOnce(data)
     data.tensors = (torch.ones(3),)
@@ -409,5 +409,5 @@ X = torch.randn(N, 2)
         (TensorDataset(X), {"num_workers": 1}),
     ],
 )
-def test_all_else_is_read_record_by_record(dataset: Any, options: dict[str, Any]) -> None:
+def test_all_else_is_read_record_by_record(dataset, options):
     assert read_at_once(DataLoader(dataset, batch_sampler=BATCHES, **options)) is None

@@ -8,7 +8,6 @@ import io
 import pickle
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -124,9 +123,7 @@ ENGINES = ("auto", "records", "hooks")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_copies_made_at_any_moment_have_nothing_of_the_engine(
-    engine: str, copying: Any, fit: Any
-) -> None:
+def test_copies_made_at_any_moment_have_nothing_of_the_engine(engine, copying, fit):
     model, plain = copying(network()), network()
     fit(model, private(engine=engine), max_steps=1)
 
@@ -166,9 +163,7 @@ def trained(fit: Any, kind: type[Any], engine: str, steps: int = 2) -> Any:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("in_the_loss", [False, True])
-def test_a_shallow_copy_of_a_layer_is_not_taken_for_the_layer(
-    in_the_loss: bool, engine: str, classifier: Any, fit: Any
-) -> None:
+def test_a_shallow_copy_of_a_layer_is_not_taken_for_the_layer(in_the_loss, engine, classifier, fit):
     """It has the parameters of the layer, and shares the dictionary that hooks are in."""
 
     class Shallow(classifier):  # type: ignore[misc]
@@ -187,9 +182,7 @@ def test_a_shallow_copy_of_a_layer_is_not_taken_for_the_layer(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_copy_behind_a_trained_layer_passes_its_gradients_on(
-    engine: str, classifier: Any, fit: Any
-) -> None:
+def test_a_copy_behind_a_trained_layer_passes_its_gradients_on(engine, classifier, fit):
     """As a module that is not in the model and has no trained parameters."""
 
     class Behind(classifier):  # type: ignore[misc]
@@ -212,9 +205,7 @@ def test_a_copy_behind_a_trained_layer_passes_its_gradients_on(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_copies_that_take_part_in_the_loss_do_not_disturb_the_step(
-    engine: str, classifier: Any, fit: Any
-) -> None:
+def test_copies_that_take_part_in_the_loss_do_not_disturb_the_step(engine, classifier, fit):
     class Using(classifier):  # type: ignore[misc]
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
@@ -293,7 +284,7 @@ def fitted(make_trainer: Any) -> Callable[..., L.Trainer]:
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_all_parts_of_a_fit_can_be_copied(run: str, fitted: Any) -> None:
+def test_all_parts_of_a_fit_can_be_copied(run, fitted):
     privacy = private(**RUNS[run])
     trainer = fitted(privacy)
     for way in TWO_WAYS.values():
@@ -304,7 +295,7 @@ def test_all_parts_of_a_fit_can_be_copied(run: str, fitted: Any) -> None:
         assert str(twin.report()) == str(privacy.report())
 
 
-def test_parts_of_a_private_strategy_of_its_own_class_can_be_pickled(fitted: Any) -> None:
+def test_parts_of_a_private_strategy_of_its_own_class_can_be_pickled(fitted):
     config = PrivacyConfig(noise_multiplier=1.0, target_delta=1e-5, isolation_probe=False)
     trainer = fitted(None, strategy=PrivateSingleDeviceStrategy("cpu", privacy=config))
     twin = pickle.loads(pickle.dumps(trainer))
@@ -313,9 +304,7 @@ def test_parts_of_a_private_strategy_of_its_own_class_can_be_pickled(fitted: Any
 
 
 @pytest.mark.parametrize("way", TWO_WAYS)
-def test_a_copied_trainer_saves_the_ledger_and_goes_on_spending_it(
-    way: str, fitted: Any, tmp_path: Path
-) -> None:
+def test_a_copied_trainer_saves_the_ledger_and_goes_on_spending_it(way, fitted, tmp_path):
     privacy = private()
     twin = TWO_WAYS[way](fitted(privacy))
     (its,) = (each for each in twin.callbacks if isinstance(each, DifferentialPrivacy))
@@ -332,7 +321,7 @@ def test_a_copied_trainer_saves_the_ledger_and_goes_on_spending_it(
     assert (its.steps, privacy.steps) == (6, 4)
 
 
-def test_two_copies_of_a_ledger_both_count(fitted: Any) -> None:
+def test_two_copies_of_a_ledger_both_count(fitted):
     privacy = private()
     fitted(privacy)
     one, two = pickle.loads(pickle.dumps(privacy)), copy.deepcopy(privacy)
@@ -343,7 +332,7 @@ def test_two_copies_of_a_ledger_both_count(fitted: Any) -> None:
     assert privacy.steps == 16
 
 
-def test_what_a_callback_pickles_holds_no_model_data_or_trainer(fitted: Any) -> None:
+def test_what_a_callback_pickles_holds_no_model_data_or_trainer(fitted):
     privacy = private()
     fitted(privacy)
     content = pickle.dumps(privacy._run)  # Lightning sets the model's log() on every callback
@@ -352,7 +341,7 @@ def test_what_a_callback_pickles_holds_no_model_data_or_trainer(fitted: Any) -> 
         assert word not in content
 
 
-def test_copies_made_in_mid_step_hold_nothing_that_is_not_noised(make_trainer: Any) -> None:
+def test_copies_made_in_mid_step_hold_nothing_that_is_not_noised(make_trainer):
     class Copying(L.Callback):
         made: list[Any] = []  # noqa: RUF012 (of the class: copies do not copy it)
 
@@ -373,7 +362,7 @@ def test_copies_made_in_mid_step_hold_nothing_that_is_not_noised(make_trainer: A
             run.ledger.charge(next(iter(run.ledger.runs.values()))[0][0])
 
 
-def test_no_thread_is_left_after_a_fit(make_trainer: Any) -> None:
+def test_no_thread_is_left_after_a_fit(make_trainer):
     before = threading.active_count()
     privacy = private()
     make_trainer(max_steps=3, limit_val_batches=0, callbacks=[privacy]).fit(Wide())
@@ -384,7 +373,7 @@ def test_no_thread_is_left_after_a_fit(make_trainer: Any) -> None:
     assert threading.active_count() == before
 
 
-def test_copies_of_a_noise_source_draw_other_noise() -> None:
+def test_copies_of_a_noise_source_draw_other_noise():
     from lightning_dp._noise import NoiseSource
 
     source = NoiseSource()
@@ -395,9 +384,7 @@ def test_copies_of_a_noise_source_draw_other_noise() -> None:
     assert not drawn[0].equal(drawn[1]) and not drawn[0].equal(drawn[2])
 
 
-def test_another_module_is_fitted_plainly_by_a_fresh_trainer_after_it(
-    fitted: Any, make_trainer: Any
-) -> None:
+def test_another_module_is_fitted_plainly_by_a_fresh_trainer_after_it(fitted, make_trainer):
     """Hooks, grad mode, global state of torch: a plain fit is what it was."""
     weights = []
     for is_after in (False, True):

@@ -61,9 +61,7 @@ class WithCheckpoints(nn.Module):
     ],
     ids=["plain", "probed", "two passes"],
 )
-def test_a_fit_is_the_same_with_checkpoints(
-    options: dict[str, Any], engine, classifier, blobs, fit
-):
+def test_a_fit_is_the_same_with_checkpoints(options, engine, classifier, blobs, fit):
     weights = []
     for reentrant in (None, False):
         torch.manual_seed(0)
@@ -342,7 +340,7 @@ def test_a_refused_model_trains_after_the_cure_of_the_refusal(case, blobs, class
     assert 0 < privacy.epsilon <= 8.0
 
 
-def test_it_takes_the_steps_of_each_record_alone(case, blobs: TensorDataset, classifier, fit):
+def test_it_takes_the_steps_of_each_record_alone(case, blobs, classifier, fit):
     make, options, engine, _ = case
     torch.manual_seed(0)
     model = fix(classifier(make()), **options)
@@ -466,7 +464,7 @@ def test_without_noise_and_clipping_a_model_trains_as_ever(kind, blobs, make_tra
 
 
 @pytest.mark.parametrize("kind", [Transformer, TimeFirst, PackedLSTM])
-def test_a_model_trains_privately(kind, blobs: TensorDataset, fit):
+def test_a_model_trains_privately(kind, blobs, fit):
     torch.manual_seed(0)
     model = kind()
     privacy = private(target_epsilon=4.0, max_grad_norm=1.0)

@@ -49,7 +49,7 @@ from tests.zoo import private
         ({"weight_decay": math.nan}, "weight_decay=nan"),
     ],
 )
-def test_bad_arguments_are_named(changes: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_named(changes, message):
     good: dict[str, Any] = {"strong_convexity": 1.0, "hessian_lipschitz": 1.0, "inner_steps": 3}
     with pytest.raises(ValueError, match=message):
         CubicNewton(**{**good, **changes})

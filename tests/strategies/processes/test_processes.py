@@ -108,7 +108,7 @@ def sgd(net: nn.Sequential) -> torch.optim.Optimizer:
 # -- weights ---------------------------------------------------------------------------------
 
 
-def test_ranks_start_from_the_weights_and_buffers_of_rank_0(job: Path) -> None:
+def test_ranks_start_from_the_weights_and_buffers_of_rank_0(job):
     lead, other = results(job, "plain")
     assert not torch.equal(lead["before"], other["before"])
     assert torch.equal(lead["at_start"], lead["before"])
@@ -120,13 +120,13 @@ def test_ranks_start_from_the_weights_and_buffers_of_rank_0(job: Path) -> None:
     ["plain", "clipped", "sparse"]
     + [pytest.param(name, marks=pytest.mark.slow) for name in ("calibrated", "alone")],
 )
-def test_ranks_end_with_equal_weights(job: Path, scenario: str) -> None:
+def test_ranks_end_with_equal_weights(job, scenario):
     lead, other = results(job, scenario)
     assert torch.equal(lead["flat"], other["flat"])
     assert torch.isfinite(lead["flat"]).all()
 
 
-def test_no_noise_and_no_clipping_is_plain_training_in_one_process(job: Path) -> None:
+def test_no_noise_and_no_clipping_is_plain_training_in_one_process(job):
     lead, _ = results(job, "plain")
     x, y = records(51)
     net = network(of_net(lead))
@@ -141,13 +141,13 @@ def test_no_noise_and_no_clipping_is_plain_training_in_one_process(job: Path) ->
 
 
 @pytest.mark.slow
-def test_records_that_run_alone_make_the_same_steps(job: Path) -> None:
+def test_records_that_run_alone_make_the_same_steps(job):
     lead, other = results(job, "alone")
     torch.testing.assert_close(lead["one_by_one"], lead["auto"], rtol=0, atol=1e-6)
     assert lead["loss"] == other["loss"] > 0
 
 
-def test_there_is_no_ddp_wrapper(job: Path) -> None:
+def test_there_is_no_ddp_wrapper(job):
     for result in results(job, "plain"):
         assert (result["strategy"], result["wrapped"]) == ("PrivateDDPStrategy", "Model")
 
@@ -164,9 +164,7 @@ def steps_of(result: dict[str, Any]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("scenario", ["clipped", pytest.param("ghost", marks=pytest.mark.slow)])
-def test_clipped_step_equals_a_loop_over_the_union_of_the_ranks_records(
-    job: Path, scenario: str
-) -> None:
+def test_clipped_step_equals_a_loop_over_the_union_of_the_ranks_records(job, scenario):
     lead, other = results(job, scenario)
     assert lead["engine"].startswith("ghost" if scenario == "ghost" else "layers")
     x, y = records(60)
@@ -195,7 +193,7 @@ def test_clipped_step_equals_a_loop_over_the_union_of_the_ranks_records(
 
 
 @pytest.mark.slow
-def test_differences_equal_a_loop_over_all_records_in_one_process(job: Path) -> None:
+def test_differences_equal_a_loop_over_all_records_in_one_process(job):
     lead, other = results(job, "diff2")
     x, y = records(51)
     net = network(of_net(lead))
@@ -227,7 +225,7 @@ def test_differences_equal_a_loop_over_all_records_in_one_process(job: Path) -> 
 
 
 @pytest.mark.slow
-def test_both_kinds_of_steps_are_charged_with_the_noise_of_their_own(job: Path) -> None:
+def test_both_kinds_of_steps_are_charged_with_the_noise_of_their_own(job):
     for result in results(job, "diff2"):
         ratio = math.sqrt((3 - 1) / (1.25 - 1))
         assert result["charged"] == [(0.5, 0.2, 4), (pytest.approx(0.5 * ratio), 0.2, 6)]
@@ -251,9 +249,7 @@ class Alone(L.LightningModule):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["round", "fresh"])
-def test_rounds_on_two_ranks_equal_rounds_in_one_process(
-    job: Path, make_trainer: Callable[..., L.Trainer], form: str
-) -> None:
+def test_rounds_on_two_ranks_equal_rounds_in_one_process(job, make_trainer, form):
     lead, other = (result[form] for result in results(job, "cubic"))
     model = Alone(of_net(lead))
     newton = CubicNewton(1.5, 1.0, 3, 1.2, 0.4, keep=40, box=2.0, fresh_batches=form == "fresh")
@@ -268,7 +264,7 @@ def test_rounds_on_two_ranks_equal_rounds_in_one_process(
 
 
 @pytest.mark.slow
-def test_rounds_with_empty_chunks_stay_in_step_and_are_charged_once(job: Path) -> None:
+def test_rounds_with_empty_chunks_stay_in_step_and_are_charged_once(job):
     lead, other = results(job, "cubic")
     assert torch.equal(lead["noisy"], other["noisy"])
     assert lead["empty"] + other["empty"] > 1  # 10 on average
@@ -276,9 +272,7 @@ def test_rounds_with_empty_chunks_stay_in_step_and_are_charged_once(job: Path) -
 
 
 @pytest.mark.parametrize(("scenario", "n"), [("clipped", 60), ("sparse", 400)])
-def test_each_record_is_used_at_most_once_per_step_by_the_rank_that_owns_it(
-    job: Path, scenario: str, n: int
-) -> None:
+def test_each_record_is_used_at_most_once_per_step_by_the_rank_that_owns_it(job, scenario, n):
     used: Counter[int] = Counter()
     for rank, result in enumerate(results(job, scenario)):
         for step in steps_of(result):
@@ -288,14 +282,14 @@ def test_each_record_is_used_at_most_once_per_step_by_the_rank_that_owns_it(
     assert set(used) <= set(range(n)) and len(used) > n / 4
 
 
-def test_sampling_rate_counts_all_ranks(job: Path) -> None:
+def test_sampling_rate_counts_all_ranks(job):
     for result in results(job, "clipped"):
         assert result["sample_rates"] == [3 * 2 * 2 / 60]
     for result in results(job, "sparse"):
         assert result["sample_rates"] == [1 * 2 * 2 / 400]
 
 
-def test_number_of_records_is_binomial_over_all_ranks(job: Path) -> None:
+def test_number_of_records_is_binomial_over_all_ranks(job):
     lead, other = results(job, "sparse")
     drawn = sum(len(step) for result in (lead, other) for step in steps_of(result))
     trials = 400 * lead["steps"]
@@ -307,7 +301,7 @@ def test_number_of_records_is_binomial_over_all_ranks(job: Path) -> None:
 # -- noise -----------------------------------------------------------------------------------
 
 
-def test_noise_is_drawn_once_over_the_world(job: Path) -> None:
+def test_noise_is_drawn_once_over_the_world(job):
     lead, other = results(job, "noise")
     assert torch.equal(lead["moved"], other["moved"])
     expected_batch_size = 5 * 2
@@ -321,7 +315,7 @@ def test_noise_is_drawn_once_over_the_world(job: Path) -> None:
 # -- steps, budget, journal ------------------------------------------------------------------
 
 
-def test_ranks_that_are_often_empty_make_equal_steps(job: Path) -> None:
+def test_ranks_that_are_often_empty_make_equal_steps(job):
     lead, other = results(job, "sparse")
     assert len(lead["chunks"]) == len(other["chunks"]) == 2 * lead["steps"]
     for result in (lead, other):
@@ -330,7 +324,7 @@ def test_ranks_that_are_often_empty_make_equal_steps(job: Path) -> None:
     assert math.isfinite(lead["loss"]) and lead["loss"] == other["loss"]
 
 
-def test_budget_stops_both_ranks_before_the_same_step(job: Path) -> None:
+def test_budget_stops_both_ranks_before_the_same_step(job):
     lead, other = results(job, "sparse")
     steps = lead["steps"]
     assert steps == other["steps"] == lead["global_step"] == other["global_step"]
@@ -345,7 +339,7 @@ def test_budget_stops_both_ranks_before_the_same_step(job: Path) -> None:
 
 
 @pytest.mark.slow
-def test_calibrated_noise_is_the_same_on_both_ranks_and_uses_up_the_budget(job: Path) -> None:
+def test_calibrated_noise_is_the_same_on_both_ranks_and_uses_up_the_budget(job):
     lead, other = results(job, "calibrated")
     assert lead["noise_multiplier"] == other["noise_multiplier"] > 0.3
     assert lead["steps"] == other["steps"] == lead["global_step"] == other["global_step"] == 10
@@ -355,12 +349,12 @@ def test_calibrated_noise_is_the_same_on_both_ranks_and_uses_up_the_budget(job: 
     assert lead["epsilon"] == other["epsilon"] == pytest.approx(by_hand, rel=1e-9)
 
 
-def test_only_rank_0_writes_a_journal_and_a_report(job: Path) -> None:
+def test_only_rank_0_writes_a_journal_and_a_report(job):
     assert [result["has_journal"] for result in results(job, "sparse")] == [True, False]
     assert [result["reports"] for result in results(job, "sparse")] == [1, 0]
 
 
-def test_charge_is_on_the_disk_before_any_rank_uses_the_batch(job: Path) -> None:
+def test_charge_is_on_the_disk_before_any_rank_uses_the_batch(job):
     for result in results(job, "sparse"):
         assert len(result["ahead"]) == len(result["chunks"])
         assert set(result["ahead"]) == {1}
@@ -369,7 +363,7 @@ def test_charge_is_on_the_disk_before_any_rank_uses_the_batch(job: Path) -> None
 # -- resume ----------------------------------------------------------------------------------
 
 
-def test_resume_in_the_middle_of_an_epoch_equals_the_uninterrupted_run(job: Path) -> None:
+def test_resume_in_the_middle_of_an_epoch_equals_the_uninterrupted_run(job):
     lead, other = results(job, "resumed")
     whole = lead["whole"]
     for name, at in [("resumed", 5), ("again", 7)]:
@@ -380,7 +374,7 @@ def test_resume_in_the_middle_of_an_epoch_equals_the_uninterrupted_run(job: Path
         assert lead[name]["global_step"] == other[name]["global_step"] == whole["global_step"]
 
 
-def test_ledgers_of_both_ranks_hold_all_runs_of_the_journal(job: Path) -> None:
+def test_ledgers_of_both_ranks_hold_all_runs_of_the_journal(job):
     lead, other = results(job, "resumed")
     total = lead["whole"]["global_step"]
     assert lead["whole"]["steps"] == total > 8
@@ -397,12 +391,12 @@ def check_no_step(folder: Path) -> None:
         assert not path.exists() or torch.load(path) == 0  # a rank that was killed wrote nothing
 
 
-def test_error_of_one_rank_ends_the_job_before_any_step(job: Path) -> None:
+def test_error_of_one_rank_ends_the_job_before_any_step(job):
     check_no_step(job / "lengths")
 
 
 @pytest.mark.slow
-def test_a_journal_that_rank_0_misses_ends_the_job_before_any_step(tmp_path: Path) -> None:
+def test_a_journal_that_rank_0_misses_ends_the_job_before_any_step(tmp_path):
     done = launch(tmp_path, 2, "no_journal")
     assert done.returncode != 0
     assert "is missing (also in" in done.stderr
@@ -419,9 +413,7 @@ def test_a_journal_that_rank_0_misses_ends_the_job_before_any_step(tmp_path: Pat
         ("mixed", "found by a spot check"),
     ],
 )
-def test_what_one_rank_finds_in_its_records_ends_both_ranks(
-    tmp_path: Path, scenario: str, message: str
-) -> None:
+def test_what_one_rank_finds_in_its_records_ends_both_ranks(tmp_path, scenario, message):
     run(tmp_path, 2, scenario)
     for result in results(tmp_path, scenario):
         assert message in result["error"]
@@ -433,7 +425,7 @@ def test_what_one_rank_finds_in_its_records_ends_both_ranks(
 
 
 @pytest.mark.slow
-def test_an_edit_of_the_first_step_on_one_rank_refuses_the_model_on_both(tmp_path: Path) -> None:
+def test_an_edit_of_the_first_step_on_one_rank_refuses_the_model_on_both(tmp_path):
     run(tmp_path, 2, "edited_at_once")
     for result in results(tmp_path, "edited_at_once"):
         assert "is not what was released" in result["error"]
@@ -527,7 +519,7 @@ def check_sums(folder: Path, processes: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", list(MODELS))
 @fsdp_on_cpu
-def test_clipped_sums_are_those_of_one_process(job: Path, name: str) -> None:
+def test_clipped_sums_are_those_of_one_process(job, name):
     check_sums(job, 2, name)
     held = [each["held"] for each in sharded(job, name)]
     assert sum(held) == len(clipped_sum(name)) > max(held)
@@ -535,9 +527,7 @@ def test_clipped_sums_are_those_of_one_process(job: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", list(MODELS))
 @fsdp_on_cpu
-def test_a_model_at_another_point_is_there_while_it_is_and_back_afterwards(
-    job: Path, name: str
-) -> None:
+def test_a_model_at_another_point_is_there_while_it_is_and_back_afterwards(job, name):
     make, records = MODELS[name]
     net = make()
     here = net(records())
@@ -552,7 +542,7 @@ def test_a_model_at_another_point_is_there_while_it_is_and_back_afterwards(
 
 @pytest.mark.parametrize("scenario", ["kept", "let go"])
 @fsdp_on_cpu
-def test_it_does_not_matter_when_gathered_parameters_are_let_go(job: Path, scenario: str) -> None:
+def test_it_does_not_matter_when_gathered_parameters_are_let_go(job, scenario):
     want, apart = clipped_sum("tied"), clipped_sum("tied", weight=0.5)
     for each in sharded(job, scenario):
         torch.testing.assert_close(each["clipped"], want, rtol=0, atol=1e-6)
@@ -562,15 +552,13 @@ def test_it_does_not_matter_when_gathered_parameters_are_let_go(job: Path, scena
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(MODELS))
 @fsdp_on_cpu
-def test_four_processes_of_which_one_has_no_record_give_the_same_sums(
-    four: Path, name: str
-) -> None:
+def test_four_processes_of_which_one_has_no_record_give_the_same_sums(four, name):
     check_sums(four, 4, name)
 
 
 @pytest.mark.parametrize("scenario", HALF)
 @fsdp_on_cpu
-def test_a_pass_in_half_precision_gives_sums_of_float32(job: Path, scenario: str) -> None:
+def test_a_pass_in_half_precision_gives_sums_of_float32(job, scenario):
     want = clipped_sum("mlp")
     for each in sharded(job, scenario):
         assert each["clipped"].dtype == torch.float32
@@ -579,9 +567,7 @@ def test_a_pass_in_half_precision_gives_sums_of_float32(job: Path, scenario: str
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 @fsdp_on_cpu
-def test_noise_has_its_variance_once_and_is_independent_between_processes(
-    request: pytest.FixtureRequest, processes: int
-) -> None:
+def test_noise_has_its_variance_once_and_is_independent_between_processes(request, processes):
     folder = request.getfixturevalue("job" if processes == 2 else "four")
     lead, *others = sharded(folder, "wide", processes)
     noise = lead["noise"].double() / (MULTIPLIER * CLIP_NORM)
@@ -596,9 +582,7 @@ def test_noise_has_its_variance_once_and_is_independent_between_processes(
 
 @pytest.mark.parametrize("scenario", ["trained", "checked", "ghost"])
 @fsdp_on_cpu
-def test_without_noise_and_clipping_it_is_plain_training_of_a_whole_model(
-    job: Path, scenario: str
-) -> None:
+def test_without_noise_and_clipping_it_is_plain_training_of_a_whole_model(job, scenario):
     want = plainly_trained()
     for each in sharded(job, scenario):
         assert each["steps"] == STEPS
@@ -617,9 +601,7 @@ def test_without_noise_and_clipping_it_is_plain_training_of_a_whole_model(
     ),
 )
 @fsdp_on_cpu
-def test_weights_that_are_used_outside_of_their_layer_are_refused(
-    job: Path, scenario: str, message: str
-) -> None:
+def test_weights_that_are_used_outside_of_their_layer_are_refused(job, scenario, message):
     """The engine of layers alone knows shards; with the probe or without, no process goes on."""
     for each in sharded(job, scenario):
         assert message in each["message"]
@@ -627,7 +609,7 @@ def test_weights_that_are_used_outside_of_their_layer_are_refused(
 
 
 @fsdp_on_cpu
-def test_a_module_that_computes_with_its_own_weights_trains_as_a_whole_one(job: Path) -> None:
+def test_a_module_that_computes_with_its_own_weights_trains_as_a_whole_one(job):
     for each in sharded(job, "normed"):
         torch.testing.assert_close(each["weights"], plainly_trained(make=Normed), rtol=0, atol=2e-5)
 
@@ -647,7 +629,7 @@ def test_estimators_of_differences_train_on_shards_as_on_whole_parameters(
 
 
 @fsdp_on_cpu
-def test_bf16_mixed_trains_as_a_whole_model_with_it(job: Path) -> None:
+def test_bf16_mixed_trains_as_a_whole_model_with_it(job):
     begin = nn.utils.parameters_to_vector(Small().net.parameters()).detach()
     want = plainly_trained(half=True)
     moved = float((want - begin).norm())
@@ -657,14 +639,14 @@ def test_bf16_mixed_trains_as_a_whole_model_with_it(job: Path) -> None:
 
 
 @fsdp_on_cpu
-def test_columns_in_any_order_of_processes_give_the_sums_of_one(job: Path) -> None:
+def test_columns_in_any_order_of_processes_give_the_sums_of_one(job):
     want = clipped_sum("even")
     for each in sharded(job, "in_columns"):
         torch.testing.assert_close(each["clipped"], want, rtol=0, atol=1e-6)
 
 
 @fsdp_on_cpu
-def test_a_mesh_of_fewer_processes_is_refused_by_name_before_any_charge(job: Path) -> None:
+def test_a_mesh_of_fewer_processes_is_refused_by_name_before_any_charge(job):
     for each in sharded(job, "apart"):
         assert re.search(
             r"\['net\.blocks\.2\.weight', .* are sharded over 1 of 2 processes.*mesh=self\.device",
@@ -675,7 +657,7 @@ def test_a_mesh_of_fewer_processes_is_refused_by_name_before_any_charge(job: Pat
 
 @pytest.mark.slow
 @fsdp_on_cpu
-def test_four_processes_train_the_same(four: Path) -> None:
+def test_four_processes_train_the_same(four):
     for each in sharded(four, "trained", 4):
         torch.testing.assert_close(each["weights"], plainly_trained(), rtol=0, atol=2e-5)
 
@@ -691,9 +673,7 @@ def check_resumed(folder: Path, processes: int, before: dict[str, Any]) -> None:
 
 
 @fsdp_on_cpu
-def test_a_run_goes_on_from_its_folder_of_shards(
-    job: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_goes_on_from_its_folder_of_shards(job, capsys):
     check_resumed(job, 2, sharded(job, "saved")[0])
     assert report_command([str(job / "run/last.ckpt")]) == 0
     assert re.search("[46] steps", capsys.readouterr().out)
@@ -702,7 +682,7 @@ def test_a_run_goes_on_from_its_folder_of_shards(
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["saved", "consolidated"])
 @fsdp_on_cpu
-def test_a_run_goes_on_with_other_numbers_of_processes(tmp_path: Path, scenario: str) -> None:
+def test_a_run_goes_on_with_other_numbers_of_processes(tmp_path, scenario):
     shard(tmp_path, 2, scenario)
     before = sharded(tmp_path, scenario)[0]
     for processes in (4, 1):
@@ -724,8 +704,8 @@ def test_a_run_goes_on_with_other_numbers_of_processes(tmp_path: Path, scenario:
 @pytest.mark.parametrize("how", ["killed", "raised"])
 @fsdp_on_cpu
 def test_a_process_that_dies_leaves_the_ledger_ahead_by_one_step_at_most(
-    tmp_path: Path, how: str, rank: int, shards: int
-) -> None:
+    tmp_path, how, rank, shards
+):
     done = launch(tmp_path, 2, f"sharded {how}-{rank}-{shards}")
     if how == "killed" and rank == 0:
         assert done.returncode == -signal.SIGKILL
@@ -739,7 +719,7 @@ def test_a_process_that_dies_leaves_the_ledger_ahead_by_one_step_at_most(
 
 @pytest.mark.slow
 @fsdp_on_cpu
-def test_the_peak_of_a_process_falls_with_their_number(tmp_path: Path) -> None:
+def test_the_peak_of_a_process_falls_with_their_number(tmp_path):
     peaks = []
     for processes in (1, 2, 4):
         shard(tmp_path, processes, "peak")

@@ -36,8 +36,8 @@ def journals(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("same_callback", [True, False])
 def test_older_checkpoint_in_the_same_process_never_shrinks_the_ledger(
-    fit: Any, old: Any, tmp_path: Path, same_callback: bool
-) -> None:
+    fit, old, tmp_path, same_callback
+):
     privacy = old.privacy if same_callback else private()
     seen = []
 
@@ -55,7 +55,7 @@ def test_older_checkpoint_in_the_same_process_never_shrinks_the_ledger(
     assert resumed.privacy.epsilon == pytest.approx(epsilon_of(42), rel=1e-9)
 
 
-def test_two_resumes_from_one_checkpoint_both_count(fit: Any, old: Any, tmp_path: Path) -> None:
+def test_two_resumes_from_one_checkpoint_both_count(fit, old, tmp_path):
     first = fit(tmp_path / "old.ckpt", max_steps=10)
     assert first.privacy.steps == 24 + 4
     second = fit(tmp_path / "old.ckpt", max_steps=13)
@@ -63,7 +63,7 @@ def test_two_resumes_from_one_checkpoint_both_count(fit: Any, old: Any, tmp_path
     assert second.privacy.epsilon == pytest.approx(epsilon_of(35), rel=1e-9)
 
 
-def test_checkpoints_of_two_branches_know_each_other(fit: Any, old: Any, tmp_path: Path) -> None:
+def test_checkpoints_of_two_branches_know_each_other(fit, old, tmp_path):
     for name, steps in [("a", 10), ("b", 13)]:
         branch = fit(tmp_path / "old.ckpt", max_epochs=-1, max_steps=steps)
         branch.trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
@@ -72,9 +72,7 @@ def test_checkpoints_of_two_branches_know_each_other(fit: Any, old: Any, tmp_pat
     assert again.privacy.steps == 24 + 4 + 7 + 2
 
 
-def test_resume_appends_to_the_same_journal_wherever_its_own_files_go(
-    fit: Any, old: Any, tmp_path: Path
-) -> None:
+def test_resume_appends_to_the_same_journal_wherever_its_own_files_go(fit, old, tmp_path):
     (journal,) = journals(tmp_path)
     charges = journal.read_bytes().count(b'\n["')
     resumed = fit(tmp_path / "old.ckpt", default_root_dir=tmp_path / "elsewhere")
@@ -82,7 +80,7 @@ def test_resume_appends_to_the_same_journal_wherever_its_own_files_go(
     assert journal.read_bytes().count(b'\n["') == charges + resumed.probe.optimizer_steps
 
 
-def test_journal_holds_exactly_the_ledger(fit: Any, old: Any, tmp_path: Path) -> None:
+def test_journal_holds_exactly_the_ledger(fit, old, tmp_path):
     resumed = fit(tmp_path / "old.ckpt")
     _, runs = read_journal(resumed.ledger.journal_path)
     written = [(event, count) for charges in runs.values() for event, count in charges]
@@ -91,7 +89,7 @@ def test_journal_holds_exactly_the_ledger(fit: Any, old: Any, tmp_path: Path) ->
     assert in_file == pytest.approx(resumed.privacy.epsilon, rel=1e-9)
 
 
-def test_ledgers_of_two_callbacks_merge(fit: Any, old: Any, tmp_path: Path) -> None:
+def test_ledgers_of_two_callbacks_merge(fit, old, tmp_path):
     other = fit(max_steps=3, default_root_dir=tmp_path / "other")
     resumed = fit(tmp_path / "old.ckpt", privacy=other.privacy, max_steps=8)
     assert resumed.privacy.steps == 24 + 3 + 2
@@ -99,16 +97,14 @@ def test_ledgers_of_two_callbacks_merge(fit: Any, old: Any, tmp_path: Path) -> N
     assert sum(count for charges in runs.values() for _, count in charges) == 29
 
 
-def test_budget_counts_what_was_made_after_the_checkpoint(
-    fit: Any, old: Any, tmp_path: Path
-) -> None:
+def test_budget_counts_what_was_made_after_the_checkpoint(fit, old, tmp_path):
     target = epsilon_of(30) * 1.0001
     resumed = fit(tmp_path / "old.ckpt", privacy={"target_epsilon": target})
     assert resumed.probe.optimizer_steps == 6  # 18 are left of the plan, 6 of the budget
     assert resumed.privacy.epsilon <= target < epsilon_of(31)
 
 
-def test_second_fit_goes_on_in_the_same_ledger(fit: Any) -> None:
+def test_second_fit_goes_on_in_the_same_ledger(fit):
     first = fit(max_epochs=1)
     second = fit(privacy=first.privacy, max_epochs=1)
     assert second.privacy.steps == 24
@@ -126,9 +122,7 @@ time.sleep(60)
 """
 
 
-def test_resume_is_refused_while_another_process_holds_the_journal(
-    fit: Any, old: Any, tmp_path: Path
-) -> None:
+def test_resume_is_refused_while_another_process_holds_the_journal(fit, old, tmp_path):
     command = [sys.executable, "-c", HOLD, str(old.ledger.journal_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         try:

@@ -43,6 +43,7 @@ ROUNDS: dict[str, dict[str, Any]] = {
 
 # Of places close to each other one is killed by default.
 RARE = {
+    "every step saved",
     "before charge",
     "backward",
     "optimizer before closure",
@@ -87,9 +88,7 @@ def optimizer_steps(path: Path) -> int:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_ledger_is_ahead_by_a_step_at_most_and_its_resume_charges_everything(
-    rounds: Path, name: str
-) -> None:
+def test_a_ledger_is_ahead_by_a_step_at_most_and_its_resume_charges_everything(rounds, name):
     folder, place = rounds / name, ROUNDS[name]["place"]
     if place != "random":
         assert (folder / "ended_by").read_text() == "9"
@@ -114,12 +113,12 @@ def test_a_ledger_is_ahead_by_a_step_at_most_and_its_resume_charges_everything(
     assert one_more > TARGET
 
 
-def test_checkpoints_of_a_killed_run_can_be_loaded(rounds: Path) -> None:
+def test_checkpoints_of_a_killed_run_can_be_loaded(rounds):
     for path in rounds.rglob("*.ckpt"):
         torch.load(path, weights_only=True)
 
 
-def test_disk_that_is_full_ends_training_before_data_is_used(rounds: Path) -> None:
+def test_disk_that_is_full_ends_training_before_data_is_used(rounds):
     folder = rounds / "disk full"
     first = json.loads((folder / "first.json").read_text())
     assert re.match(r"JournalDiskError: .*\[Errno 27\] File too large.*ledger_dir", first["error"])
@@ -130,7 +129,7 @@ def test_disk_that_is_full_ends_training_before_data_is_used(rounds: Path) -> No
     assert first["error of a new fit"] is None
 
 
-def test_resume_after_a_full_disk_cuts_the_torn_line(rounds: Path) -> None:
+def test_resume_after_a_full_disk_cuts_the_torn_line(rounds):
     folder = rounds / "disk full"
     resumed = json.loads((folder / "resumed.json").read_text())
     assert resumed["steps"] == charges(Path(resumed["journal"])) == PLANNED
@@ -160,9 +159,7 @@ class Watch(L.Callback):
         return self.weights is not None and torch.equal(self.weights, self.flat(self.module))
 
 
-def test_folder_that_cannot_be_made_ends_the_fit_before_the_first_batch(
-    fit: Any, tmp_path: Path
-) -> None:
+def test_folder_that_cannot_be_made_ends_the_fit_before_the_first_batch(fit, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     watch = Watch()
     with pytest.raises(JournalError, match=r"file.*ledger_dir"):
@@ -171,8 +168,8 @@ def test_folder_that_cannot_be_made_ends_the_fit_before_the_first_batch(
 
 
 def test_journal_that_is_deleted_during_the_run_ends_it_and_is_missed_at_resume(
-    fit: Any, save_at: Any, tmp_path: Path
-) -> None:
+    fit, save_at, tmp_path
+):
     class Delete(L.Callback):
         def on_train_batch_end(
             self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -188,9 +185,7 @@ def test_journal_that_is_deleted_during_the_run_ends_it_and_is_missed_at_resume(
         fit(tmp_path / "a.ckpt")
 
 
-def test_failing_fsync_reaches_the_user_before_training_step(
-    fit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_fsync_reaches_the_user_before_training_step(fit, tmp_path, monkeypatch):
     used = []
 
     class Counting(fit.classifier):  # type: ignore[misc, name-defined]

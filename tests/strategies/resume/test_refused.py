@@ -41,9 +41,7 @@ def refused(
     assert (journal.read_bytes() if journal.exists() else None) == written
 
 
-def test_checkpoint_without_ledger_is_refused_with_the_cure(
-    fit: Any, saved: Any, tmp_path: Path
-) -> None:
+def test_checkpoint_without_ledger_is_refused_with_the_cure(fit, saved, tmp_path):
     content = torch.load(tmp_path / "a.ckpt", weights_only=False)
     del content["lightning_dp"]
     torch.save(content, tmp_path / "plain.ckpt")
@@ -70,9 +68,7 @@ OTHER_BATCHES: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-def test_changed_configuration_and_batches_are_refused_naming_both_values(
-    fit: Any, saved: Any, tmp_path: Path
-) -> None:
+def test_changed_configuration_and_batches_are_refused_naming_both_values(fit, saved, tmp_path):
     path = tmp_path / "a.ckpt"
     for privacy, was, now in CHANGED:
         match = (
@@ -84,7 +80,7 @@ def test_changed_configuration_and_batches_are_refused_naming_both_values(
         refused(fit, saved, path, ValueError, match, **options)
 
 
-def test_changed_target_epsilon_is_allowed(fit: Any, saved: Any, tmp_path: Path) -> None:
+def test_changed_target_epsilon_is_allowed(fit, saved, tmp_path):
     resumed = fit(tmp_path / "a.ckpt", privacy={"target_epsilon": 100.0})
     assert resumed.privacy.steps == 10 + 18
     spent = resumed.privacy.epsilon
@@ -93,13 +89,13 @@ def test_changed_target_epsilon_is_allowed(fit: Any, saved: Any, tmp_path: Path)
     assert tighter.privacy.epsilon <= spent * 1.03
 
 
-def test_budget_that_is_spent_resumes_to_no_step(fit: Any, saved: Any, tmp_path: Path) -> None:
+def test_budget_that_is_spent_resumes_to_no_step(fit, saved, tmp_path):
     with pytest.warns(PrivacyWarning, match="No training step was made"):
         resumed = fit(tmp_path / "a.ckpt", privacy={"target_epsilon": saved.privacy.epsilon * 0.99})
     assert (resumed.probe.training_steps, resumed.privacy.steps) == (0, 10)
 
 
-def test_changed_learning_rate_is_allowed(fit: Any, saved: Any, tmp_path: Path) -> None:
+def test_changed_learning_rate_is_allowed(fit, saved, tmp_path):
     resumed = fit(tmp_path / "a.ckpt", optimizer=lambda p: torch.optim.SGD(p, lr=0.01))
     assert resumed.privacy.steps == 10 + 18
 
@@ -145,7 +141,7 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
 ]
 
 
-def test_bad_journal_is_refused(fit: Any, saved: Any, tmp_path: Path) -> None:
+def test_bad_journal_is_refused(fit, saved, tmp_path):
     journal = saved.ledger.journal_path
     whole = journal.read_bytes()
     for damage, match in DAMAGE:
@@ -154,9 +150,7 @@ def test_bad_journal_is_refused(fit: Any, saved: Any, tmp_path: Path) -> None:
         refused(fit, saved, tmp_path / "a.ckpt", JournalError, match)
 
 
-def test_torn_last_line_is_a_charge_whose_data_was_never_touched(
-    fit: Any, saved: Any, tmp_path: Path
-) -> None:
+def test_torn_last_line_is_a_charge_whose_data_was_never_touched(fit, saved, tmp_path):
     journal = saved.ledger.journal_path
     journal.write_bytes(journal.read_bytes().rpartition(b"[null")[0][:-3])  # the last charge
     resumed = fit(tmp_path / "a.ckpt", max_steps=8)
@@ -164,13 +158,13 @@ def test_torn_last_line_is_a_charge_whose_data_was_never_touched(
     assert read_journal(journal)[1].total == 11
 
 
-def test_journal_of_another_ledger_is_refused(fit: Any, saved: Any, tmp_path: Path) -> None:
+def test_journal_of_another_ledger_is_refused(fit, saved, tmp_path):
     other = fit(max_steps=10, default_root_dir=tmp_path / "other")
     shutil.copy(other.ledger.journal_path, saved.ledger.journal_path)
     refused(fit, saved, tmp_path / "a.ckpt", JournalError, "belongs to ledger")
 
 
-def test_moved_journal_is_found_through_ledger_dir(fit: Any, saved: Any, tmp_path: Path) -> None:
+def test_moved_journal_is_found_through_ledger_dir(fit, saved, tmp_path):
     moved = tmp_path / "moved"
     moved.mkdir()
     shutil.move(saved.ledger.journal_path, moved)
@@ -184,7 +178,7 @@ def test_moved_journal_is_found_through_ledger_dir(fit: Any, saved: Any, tmp_pat
     assert again.privacy.steps == 28 + 12
 
 
-def test_recovered_journal_charges_the_bound(fit: Any, saved: Any, tmp_path: Path) -> None:
+def test_recovered_journal_charges_the_bound(fit, saved, tmp_path):
     saved.ledger.journal_path.unlink()
     # The checkpoint holds 6 steps; 4 were made after it, of which we say: at most 7.
     recover_journal(tmp_path / "a.ckpt", tmp_path / "new", unrecorded_steps=7)
@@ -193,9 +187,7 @@ def test_recovered_journal_charges_the_bound(fit: Any, saved: Any, tmp_path: Pat
     assert resumed.ledger.history() == [(PoissonGaussian(1.0, 4 / 48), 6 + 7 + 18)]
 
 
-def test_damaged_journal_is_recovered_after_it_was_moved_away(
-    fit: Any, saved: Any, tmp_path: Path
-) -> None:
+def test_damaged_journal_is_recovered_after_it_was_moved_away(fit, saved, tmp_path):
     journal = saved.ledger.journal_path
     cut_byte_in_the_middle(journal)
     with pytest.raises(JournalError, match="move it away first"):

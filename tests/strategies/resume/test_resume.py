@@ -287,8 +287,8 @@ def charged_by_hand(steps: int, accumulate: int = 1) -> float:
 
 @pytest.mark.parametrize(("accumulate", "epoch", "batch_idx"), PLACES)
 def test_resumed_weights_equal_the_uninterrupted_runs(
-    fit: Any, save_at: Any, tmp_path: Path, accumulate: int, epoch: int, batch_idx: int
-) -> None:
+    fit, save_at, tmp_path, accumulate, epoch, batch_idx
+):
     privacy = {
         "noise_multiplier": 0.0,
         "max_grad_norm": 0.3,
@@ -309,9 +309,7 @@ def test_resumed_weights_equal_the_uninterrupted_runs(
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_interrupted_run_and_its_resume_cost_what_one_run_costs(
-    fit: Any, tmp_path: Path, accumulate: int
-) -> None:
+def test_interrupted_run_and_its_resume_cost_what_one_run_costs(fit, tmp_path, accumulate):
     every = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1, filename="{step}")
     planned = 2 * fit.steps_per_epoch(accumulate)
     options = {"accumulate_grad_batches": accumulate}
@@ -324,7 +322,7 @@ def test_interrupted_run_and_its_resume_cost_what_one_run_costs(
     assert resumed.privacy.epsilon == pytest.approx(by_hand, rel=1e-9)
 
 
-def test_noise_schedule_continues_at_the_right_step(fit: Any, tmp_path: Path) -> None:
+def test_noise_schedule_continues_at_the_right_step(fit, tmp_path):
     rate = 0.1
     privacy = {"noise_multiplier": 4.0, "noise_schedule": Exponential(rate)}
     saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
@@ -335,9 +333,7 @@ def test_noise_schedule_continues_at_the_right_step(fit: Any, tmp_path: Path) ->
     assert resumed.privacy.noise_multiplier == pytest.approx(4.0 * math.exp(-rate * 5))
 
 
-def test_schedule_of_an_older_checkpoint_repeats_its_steps_in_the_ledger(
-    fit: Any, save_at: Any, tmp_path: Path
-) -> None:
+def test_schedule_of_an_older_checkpoint_repeats_its_steps_in_the_ledger(fit, save_at, tmp_path):
     privacy = {"noise_multiplier": 4.0, "noise_schedule": Exponential(0.1), "sampling": WholeSet()}
     fit(privacy=privacy, callbacks=(save_at(tmp_path / "old.ckpt", 0, 2),), max_steps=5)
     resumed = fit(tmp_path / "old.ckpt", privacy=privacy, max_steps=5)
@@ -345,7 +341,7 @@ def test_schedule_of_an_older_checkpoint_repeats_its_steps_in_the_ledger(
     assert Counter(dict(resumed.ledger.history())) == expected
 
 
-def test_calibrated_noise_is_kept_and_spends_exactly_the_rest(fit: Any, tmp_path: Path) -> None:
+def test_calibrated_noise_is_kept_and_spends_exactly_the_rest(fit, tmp_path):
     privacy = {"noise_multiplier": None, "target_epsilon": 3.0}
     saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
     whole = fit(privacy=privacy)
@@ -360,9 +356,7 @@ def test_calibrated_noise_is_kept_and_spends_exactly_the_rest(fit: Any, tmp_path
     assert 2.85 < resumed.privacy.epsilon <= 3.0
 
 
-def test_full_batch_resumes_between_and_inside_its_steps(
-    fit: Any, save_at: Any, tmp_path: Path
-) -> None:
+def test_full_batch_resumes_between_and_inside_its_steps(fit, save_at, tmp_path):
     privacy = {"noise_multiplier": 0.0, "max_grad_norm": 0.3, "sampling": FullBatch()}
     whole = fit(privacy=privacy, max_epochs=4)
     for epoch, batch_idx in [(1, 11), (2, 6)]:
@@ -373,7 +367,7 @@ def test_full_batch_resumes_between_and_inside_its_steps(
         assert resumed.probe.optimizer_steps == 2
 
 
-def test_checkpoint_after_fit_extends_the_run(fit: Any, tmp_path: Path) -> None:
+def test_checkpoint_after_fit_extends_the_run(fit, tmp_path):
     first = fit(max_epochs=1)
     first.trainer.save_checkpoint(tmp_path / "after.ckpt")
     resumed = fit(tmp_path / "after.ckpt", max_epochs=3)
@@ -382,9 +376,7 @@ def test_checkpoint_after_fit_extends_the_run(fit: Any, tmp_path: Path) -> None:
     assert resumed.privacy.epsilon == pytest.approx(charged_by_hand(36), rel=1e-9)
 
 
-def test_weights_only_checkpoint_holds_the_ledger_and_lightning_refuses_to_resume_it(
-    fit: Any, tmp_path: Path
-) -> None:
+def test_weights_only_checkpoint_holds_the_ledger_and_lightning_refuses_to_resume_it(fit, tmp_path):
     saving = ModelCheckpoint(tmp_path, filename="w", save_weights_only=True)
     first = fit(callbacks=(saving,))
     ledger = torch.load(tmp_path / "w.ckpt", weights_only=True)["lightning_dp"]["ledger"]
@@ -396,8 +388,8 @@ def test_weights_only_checkpoint_holds_the_ledger_and_lightning_refuses_to_resum
 
 @pytest.mark.parametrize(("limit", "accumulate", "steps"), [(5, 2, 9), (0.5, 1, 18)])
 def test_limited_epochs_resume_at_their_end_and_middle(
-    fit: Any, save_at: Any, tmp_path: Path, limit: float, accumulate: int, steps: int
-) -> None:
+    fit, save_at, tmp_path, limit, accumulate, steps
+):
     options = {"limit_train_batches": limit, "accumulate_grad_batches": accumulate}
     for epoch, batch_idx in [(0, int(limit if limit > 1 else 12 * limit) - 1), (1, 2)]:
         path = tmp_path / f"{epoch}.ckpt"
@@ -408,7 +400,7 @@ def test_limited_epochs_resume_at_their_end_and_middle(
         assert resumed.probe.optimizer_steps == steps - known
 
 
-def test_epoch_end_checkpoint_of_limited_epochs_resumes(fit: Any, tmp_path: Path) -> None:
+def test_epoch_end_checkpoint_of_limited_epochs_resumes(fit, tmp_path):
     saving = ModelCheckpoint(tmp_path, filename="e", save_on_train_epoch_end=True)
     options = {"limit_train_batches": 5}
     fit(max_epochs=1, callbacks=(saving,), **options)
@@ -416,9 +408,7 @@ def test_epoch_end_checkpoint_of_limited_epochs_resumes(fit: Any, tmp_path: Path
     assert (resumed.probe.optimizer_steps, resumed.privacy.steps) == (5, 10)
 
 
-def test_checkpoint_of_a_validation_inside_an_accumulation_window_resumes(
-    fit: Any, tmp_path: Path
-) -> None:
+def test_checkpoint_of_a_validation_inside_an_accumulation_window_resumes(fit, tmp_path):
     class Validated(fit.classifier):  # type: ignore[misc, name-defined]
         def val_dataloader(self) -> Any:
             return fit.loader()
@@ -434,9 +424,7 @@ def test_checkpoint_of_a_validation_inside_an_accumulation_window_resumes(
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_checkpoint_of_an_exception_inside_a_step_resumes(
-    fit: Any, tmp_path: Path, accumulate: int
-) -> None:
+def test_checkpoint_of_an_exception_inside_a_step_resumes(fit, tmp_path, accumulate):
     callbacks = (OnExceptionCheckpoint(tmp_path, "crash"), CrashAt(3))
     with pytest.raises(Crash):
         fit(callbacks=callbacks, accumulate_grad_batches=accumulate)
@@ -447,7 +435,7 @@ def test_checkpoint_of_an_exception_inside_a_step_resumes(
     assert resumed.privacy.steps == planned + 1  # the step that crashed was charged
 
 
-def test_resume_with_worker_processes(fit: Any, save_at: Any, tmp_path: Path) -> None:
+def test_resume_with_worker_processes(fit, save_at, tmp_path):
     saving = save_at(tmp_path / "mid.ckpt", 0, 6)
     fit(callbacks=(saving,), max_steps=9, workers=2)
     resumed = fit(tmp_path / "mid.ckpt", max_steps=14, workers=2)
@@ -455,7 +443,7 @@ def test_resume_with_worker_processes(fit: Any, save_at: Any, tmp_path: Path) ->
     assert resumed.privacy.steps == 9 + 7
 
 
-def test_manual_optimization_resumes(fit: Any, save_at: Any, tmp_path: Path) -> None:
+def test_manual_optimization_resumes(fit, save_at, tmp_path):
     class Manual(fit.classifier):  # type: ignore[misc, name-defined]
         automatic_optimization = False
 
@@ -472,7 +460,7 @@ def test_manual_optimization_resumes(fit: Any, save_at: Any, tmp_path: Path) -> 
     assert resumed.privacy.steps == 24 + 8
 
 
-def test_a_number_written_otherwise_resumes(fit: Any, save_at: Any, tmp_path: Path) -> None:
+def test_a_number_written_otherwise_resumes(fit, save_at, tmp_path):
     """YAML says 1 where Python says 1.0."""
     was = {
         "max_grad_norm": 1,
@@ -490,16 +478,14 @@ def test_a_number_written_otherwise_resumes(fit: Any, save_at: Any, tmp_path: Pa
     assert fit(tmp_path / "a.ckpt", privacy=now, max_steps=6).trainer.global_step == 6
 
 
-def test_last_checkpoint_is_found_by_name(fit: Any, tmp_path: Path) -> None:
+def test_last_checkpoint_is_found_by_name(fit, tmp_path):
     for steps in (7, 15):
         saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
         fitted = fit("last", callbacks=(saving,), max_steps=steps)
         assert fitted.privacy.steps == fitted.trainer.global_step == steps
 
 
-def test_resume_with_loaders_that_are_reloaded_every_epoch(
-    fit: Any, save_at: Any, tmp_path: Path
-) -> None:
+def test_resume_with_loaders_that_are_reloaded_every_epoch(fit, save_at, tmp_path):
     options = {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3}
     fit(callbacks=(save_at(tmp_path / "mid.ckpt", 1, 4),), **options)
     resumed = fit(tmp_path / "mid.ckpt", **options)
@@ -507,9 +493,7 @@ def test_resume_with_loaders_that_are_reloaded_every_epoch(
     assert resumed.privacy.steps == 36 + 19
 
 
-def test_same_trainer_goes_back_to_an_older_checkpoint(
-    fit: Any, save_at: Any, tmp_path: Path
-) -> None:
+def test_same_trainer_goes_back_to_an_older_checkpoint(fit, save_at, tmp_path):
     fitted = fit(callbacks=(save_at(tmp_path / "mid.ckpt", 0, 5),))
     fitted.trainer.fit(fitted.model, fit.loader(), ckpt_path=tmp_path / "mid.ckpt")
     assert fitted.probe.optimizer_steps == 24 + 18
@@ -517,7 +501,7 @@ def test_same_trainer_goes_back_to_an_older_checkpoint(
     assert fitted.privacy.epsilon == pytest.approx(charged_by_hand(42), rel=1e-9)
 
 
-def test_a_run_that_was_seeded_once_is_never_reported_as_private(fit: Any, tmp_path: Path) -> None:
+def test_a_run_that_was_seeded_once_is_never_reported_as_private(fit, tmp_path):
     fit(privacy={"seed": 0}, max_steps=2).trainer.save_checkpoint(tmp_path / "seeded.ckpt")
     report = fit(tmp_path / "seeded.ckpt", max_steps=3).privacy.report()
     assert not report.private
@@ -534,9 +518,7 @@ MANY = [10, 13, 23, *range(100, 160)]
 @pytest.mark.parametrize(
     "seed", [*FEW, *(pytest.param(seed, marks=pytest.mark.slow) for seed in MANY)]
 )
-def test_a_private_chain_of_resumes_goes_where_the_plain_one_goes(
-    seed: int, make_trainer: Any, tmp_path: Path
-) -> None:
+def test_a_private_chain_of_resumes_goes_where_the_plain_one_goes(seed, make_trainer, tmp_path):
     chain = Chain.of(seed)
     plain = [trail for trail, *_ in chain.run(tmp_path / "plain", make_trainer)]
     assert len(plain) == 6
@@ -554,7 +536,7 @@ def test_a_private_chain_of_resumes_goes_where_the_plain_one_goes(
             assert sum(chunk.size for chunk in chunks) == CHAIN_RECORDS
 
 
-def test_fits_of_one_trainer_without_a_checkpoint_go_where_plain_ones_go(make_trainer: Any) -> None:
+def test_fits_of_one_trainer_without_a_checkpoint_go_where_plain_ones_go(make_trainer):
     def steps_and_epochs(callbacks: list[Any]) -> list[tuple[int, int]]:
         places, model = [], Stepping()
         error = Interrupt("on_train_batch_end", 5, Planted())
@@ -575,9 +557,7 @@ def test_fits_of_one_trainer_without_a_checkpoint_go_where_plain_ones_go(make_tr
     assert privacy.steps == ours[-1][0] + 1  # one batch was charged and interrupted
 
 
-def test_a_position_that_an_older_checkpoint_holds_is_ignored(
-    fit: Any, save_at: Any, tmp_path: Path
-) -> None:
+def test_a_position_that_an_older_checkpoint_holds_is_ignored(fit, save_at, tmp_path):
     path = tmp_path / "old.ckpt"
     fit(max_steps=6, callbacks=(save_at(path, 0, 4),))
     checkpoint = torch.load(path, weights_only=True)
@@ -589,9 +569,7 @@ def test_a_position_that_an_older_checkpoint_holds_is_ignored(
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_run_saved_at_an_epochs_last_batch_is_resumed_again_and_again(
-    workers: int, fit: Any, tmp_path: Path
-) -> None:
+def test_a_run_saved_at_an_epochs_last_batch_is_resumed_again_and_again(workers, fit, tmp_path):
     path, options = tmp_path / "last.ckpt", {"workers": workers, "max_epochs": -1}
     for steps in (12, 15, 24, 24, 29):
         saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
