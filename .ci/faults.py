@@ -31,7 +31,7 @@ TESTS = [
     "tests/estimators/test_two_points.py",
     "tests/strategies/test_sensitivity.py",
     "tests/strategies/test_weights.py",
-    "tests/strategies/edits",
+    "tests/strategies/test_edits.py",
     "tests/test_module_state.py",
     "tests/gradients/test_loss_graph.py",
     "tests/gradients/test_recording.py",

@@ -40,13 +40,11 @@ CASES: list[tuple[str, Callable[..., Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    "bad", [None, 3, "a", {"a": 1}, object()], ids=lambda bad: type(bad).__name__
-)
 @pytest.mark.parametrize(("name", "call"), CASES)
-def test_an_object_of_another_kind_is_refused_by_its_name(name, call, bad):
-    with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
-        call(bad)
+def test_an_object_of_another_kind_is_refused_by_its_name(name, call):
+    for bad in (None, 3, "a", {"a": 1}, object()):
+        with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
+            call(bad)
 
 
 def test_numbers_of_steps_that_nobody_could_make_are_refused():

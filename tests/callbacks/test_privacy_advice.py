@@ -7,12 +7,11 @@ import logging
 import pytest
 import torch
 
-from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import CubicNewton, Diff2, Storm
 from lightning_dp.sampling import FullBatch
+from tests.zoo import private
 
 LOGGER = "lightning.pytorch.utilities.rank_zero"
-OFF = {"isolation_probe": False, "spot_checks": False}
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ def blocks(caplog):
 
 
 def trained(trainer, model, loader, **arguments):
-    privacy = DifferentialPrivacy(**{"target_delta": 1e-5, **OFF, **arguments})
+    privacy = private(**arguments)
     trainer.callbacks.append(privacy)
     trainer.fit(model, loader)
     return privacy
@@ -84,7 +83,7 @@ def test_releases_of_gradients_are_followed_before_post_processing(
     from lightning_dp.postprocessing import Momentum
 
     privacy = trained(
-        make_trainer(max_epochs=4),
+        make_trainer(max_epochs=2),
         classifier(mlp()),
         loader,
         noise_multiplier=2.0,
@@ -92,7 +91,7 @@ def test_releases_of_gradients_are_followed_before_post_processing(
         postprocessing=[Momentum(0.9)],
     )
     whole = privacy._run.signal.whole
-    assert whole.steps == pytest.approx(40 * share)
+    assert whole.steps == pytest.approx(20 * share)
     # The lengths of raw releases: what momentum makes of them would be far longer.
     assert whole.released_norm == pytest.approx(whole.noise_norm, rel=0.2)
 
@@ -128,7 +127,7 @@ def test_a_resumed_run_is_judged_as_a_whole(classifier, mlp, loader, make_traine
     first = make_trainer(max_epochs=2)
     trained(first, classifier(mlp()), loader, noise_multiplier=2.0)
     first.save_checkpoint(tmp_path / "last.ckpt")
-    privacy = DifferentialPrivacy(noise_multiplier=2.0, target_delta=1e-5, **OFF)
+    privacy = private(noise_multiplier=2.0)
 
     make_trainer(max_epochs=3, callbacks=[privacy]).fit(
         classifier(mlp()), loader, ckpt_path=tmp_path / "last.ckpt", weights_only=False

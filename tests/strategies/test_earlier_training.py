@@ -23,6 +23,7 @@ from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.schedules import Exponential
 from lightning_dp.strategies import earlier_training, totals
+from tests.zoo import private
 
 DELTA, RATE = 1e-5, 24 / 240
 TOGETHER = "trained before under another privacy ledger"
@@ -35,8 +36,7 @@ def epsilon(steps: int) -> float:
 @pytest.fixture
 def make() -> Callable[..., DifferentialPrivacy]:
     def callback(**options: Any) -> DifferentialPrivacy:
-        defaults = {"noise_multiplier": 1.5, "target_delta": DELTA, "isolation_probe": False}
-        return DifferentialPrivacy(**{**defaults, **options})
+        return private(**{"noise_multiplier": 1.5, **options})
 
     return callback
 
