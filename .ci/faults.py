@@ -75,7 +75,11 @@ FAULTS = (
     Fault("noise_on_other_ranks_only", "if noise_std > 0 and not has_begun", "and world.rank"),
     Fault("non_finite_records_count", "factors.nan_to_num_(nan=0.0", "+ 1.0"),
     Fault("noise_drawn_ahead_serves_twice", "self._unused -= size", "* 0"),
-    Fault("charge_in_memory_only", "self._charges.length(self._run), event)", "if 0 else None"),
+    Fault(
+        "charge_in_memory_only",
+        'self._next_number("charge")\n        if self._journal is not None',
+        "and False",
+    ),
     Fault("weaker_queries_pass", "if not together >= least", "/ 2"),
     Fault("clamped_losses_pass", '_LINEAR = _MOVES | _names("Add Sub Rsub', 'Clamp "  "'),
     Fault("spot_checks_compare_nothing", "return torch.maximum(moved, apart)", "* 0"),

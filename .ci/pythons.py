@@ -40,7 +40,7 @@ OLDEST = {  # a test compares them with pyproject.toml
 SHOWN = ("torch", "lightning", "opacus", "numpy")
 _IMPORT_ALL = """
 import importlib, pkgutil, lightning_dp, lightning_dp.callbacks
-skipped = ("lightning_dp.federated.flower", "lightning_dp.testing")  # they need Flower
+skipped = "lightning_dp.federated.flower"  # it needs Flower
 names = [m.name for m in pkgutil.walk_packages(lightning_dp.__path__, "lightning_dp.")]
 for name in names:
     if not name.startswith(skipped) and not name.endswith("__main__"):

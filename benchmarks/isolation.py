@@ -24,6 +24,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from at_hand import named, trainer_arguments
 from models import MODELS, Model
 from step import Clock, Module
 from torch.utils.data import DataLoader, TensorDataset
@@ -58,7 +59,7 @@ def fit(model: Model, steps: int, checks: dict[str, Any]) -> tuple[float, float]
             noise_multiplier=1.0, target_delta=1e-6, ledger_dir=folder, **checks
         )
         trainer = L.Trainer(
-            accelerator="cpu",
+            **trainer_arguments(),
             max_steps=steps,
             callbacks=[privacy, clock],
             logger=False,
@@ -74,6 +75,7 @@ def fit(model: Model, steps: int, checks: dict[str, Any]) -> tuple[float, float]
 
 
 def times(names: list[str], steps: int, rounds: int) -> None:
+    print(named())
     print(f"{'model':14s}{'checks':>13s}{'start s':>9s}{'step ms':>9s}{'ratio':>7s}")
     for name in names:
         model = MODELS[name]

@@ -6,7 +6,9 @@ Ours and the step without privacy both run through the Trainer; ours with its de
 one that takes least memory (engine="ghost"). The peers (Opacus' four modes, vmap over
 torch.func.grad, and book-keeping, which fast_dp.py writes from its paper) run in bare loops, which
 favours them. All do the same work: forward, backward, clip, noise, SGD, on one thread, or on the
-accelerator at hand, which each step waits for. Runs alternate, so that a busy machine disturbs all. Our
+accelerator at hand, which each step waits for. Fits of the Trainer are timed after 42 steps (with --quick
+after three, so that comparisons of records, frequent at the start, are in it; benchmarks/isolation.py has
+them). Runs alternate, so that a busy machine disturbs all. Our
 journal is in memory here where the system allows it; benchmarks/overhead.py tells what the disk costs.
 --processor takes the time of the processor, of all threads together, for a machine with other work on it;
 noise that is drawn in the background counts in full there.
@@ -46,7 +48,7 @@ from lightning_dp.callbacks import DifferentialPrivacy
 CLIP_NORM = 1.0
 NOISE_MULTIPLIER = 1.0
 LEARNING_RATE = 0.01
-WARM_UP = 3
+WARM_UP, STEADY = 3, 42
 PLAIN, POISSON = MeanGradient(CLIP_NORM), Poisson()
 GOALS = {
     **{"logistic regression": 1.4, "MLP": 1.25, "CNN": 1.3},
@@ -76,7 +78,13 @@ def now() -> float:
     return _clock()
 
 
-_clock = time.perf_counter
+def after_comparisons() -> None:
+    """Time fits of the Trainer where comparisons of records have become rare, from now on."""
+    global _warm_up
+    _warm_up = STEADY
+
+
+_clock, _warm_up = time.perf_counter, WARM_UP
 
 
 def by_processor() -> None:
@@ -95,10 +103,10 @@ class Clock(L.Callback):
         self.ends.append(now())
 
 
-def per_step(ends: list[float]) -> float:
+def per_step(ends: list[float], warm_up: int = WARM_UP) -> float:
     """The median of the steps after the warm-up, in seconds."""
     return statistics.median(
-        b - a for a, b in zip(ends[WARM_UP:], ends[WARM_UP + 1 :], strict=False)
+        b - a for a, b in zip(ends[warm_up:], ends[warm_up + 1 :], strict=False)
     )
 
 
@@ -112,7 +120,7 @@ def _fit(model: Model, steps: int, callbacks: list[L.Callback]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
             **trainer_arguments(),
-            max_steps=steps + WARM_UP + 1,
+            max_steps=steps + _warm_up + 1,
             callbacks=[*callbacks, clock],
             logger=False,
             enable_checkpointing=False,
@@ -122,7 +130,7 @@ def _fit(model: Model, steps: int, callbacks: list[L.Callback]) -> float:
         )
         data = _batches(model, steps)
         trainer.fit(Module(model.make()), DataLoader(data, model.batch_size, shuffle=True))
-    return per_step(clock.ends)
+    return per_step(clock.ends, _warm_up)
 
 
 def without_privacy(model: Model, steps: int) -> float:
@@ -289,6 +297,8 @@ def main() -> None:
     quiet()
     if arguments.processor:
         by_processor()
+    if not arguments.quick:
+        after_comparisons()
     rounds = 3 if arguments.quick else 5
     recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
     found, slower = {}, []

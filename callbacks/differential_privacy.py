@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_dp.about import About
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.base import AbstractAccountant, Relation
-from lightning_dp.accounting.external import AbstractExternal
+from lightning_dp.accounting.events import AbstractExternal
 from lightning_dp.callbacks.privacy_advice import PrivacyAdvice
 from lightning_dp.callbacks.privacy_logger import PrivacyLogger
 from lightning_dp.callbacks.privacy_report_files import PrivacyReportFiles
@@ -167,7 +167,7 @@ class DifferentialPrivacy(Callback):
         What users see of the run is the work of callbacks that the strategy calls:
         :class:`PrivacyLogger`, :class:`PrivacyAdvice` and :class:`PrivacyReportFiles`.
         """
-        from lightning_dp.strategies.install import install  # all that trains
+        from lightning_dp.strategies.strategy import install  # all that trains
 
         if stage == "fit":
             install(trainer, self._run, *self._visible)

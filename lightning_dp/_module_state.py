@@ -211,7 +211,11 @@ class Snapshot:
 
 @contextmanager
 def restored(
-    module: LightningModule, *, parameters: bool = False, global_random: bool = True
+    module: LightningModule,
+    *,
+    parameters: bool = False,
+    global_random: bool = True,
+    earlier: Snapshot | None = None,
 ) -> Iterator[Snapshot]:
     """Leave no trace of what the module does inside; yields the snapshot of the beginning.
 
@@ -222,9 +226,13 @@ def restored(
         module: the whole model.
         parameters: also put the values of parameters back.
         global_random: also put the global random states back.
+        earlier: as for :meth:`Snapshot.of`.
     """
-    before = Snapshot.of(module, parameters=parameters, global_random=global_random)
+    before = Snapshot.of(
+        module, parameters=parameters, global_random=global_random, earlier=earlier
+    )
     gradients = [(param, param.grad, param.requires_grad) for param in module.parameters()]
+    toggled = module._param_requires_grad_state  # in the midst of a step of manual optimization
     try:
         with _muted(module):
             for param, *_ in gradients:
@@ -232,6 +240,7 @@ def restored(
             yield before
     finally:
         before.restore()
+        module._param_requires_grad_state = toggled
         for param, gradient, requires_grad in gradients:
             param.grad = gradient
             if param.requires_grad is not requires_grad:

@@ -88,6 +88,11 @@ class FullPrecision:
     def __init__(self, lowered: tuple[tuple[_Setting, object], ...]) -> None:
         self._lowered = lowered
 
+    @property
+    def changes_any(self) -> bool:
+        """True if something is rounded outside."""
+        return bool(self._lowered)
+
     def __enter__(self) -> None:
         for setting, _ in self._lowered:
             setting.write(setting.full)

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_dp.accounting._curve import Together
-from lightning_dp.accounting._grid import GridSearch
+from lightning_dp.accounting._grid import CurveSearch, GridSearch
 from lightning_dp.callbacks import DifferentialPrivacy
 
 torch.set_num_threads(1)
@@ -249,7 +248,7 @@ def once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 _ACCOUNTED = (
     (GridSearch, "worst_direction", once(GridSearch.worst_direction)),
-    (Together, "values", once(Together.values)),
+    (CurveSearch, "values", once(CurveSearch.values)),
 )
 
 

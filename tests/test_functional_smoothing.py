@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_dp import _smoothing as smoothing
+from lightning_dp import functional as smoothing
 from lightning_dp.functional import laplacian_smoothing
 
 SIZES = [1, 2, 3, 4, 5, 8, 31, 32, 97, 128, 255, 257]  # 2 neighbours that are one, odd, prime

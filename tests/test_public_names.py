@@ -92,8 +92,7 @@ def test_a_page_shows_public_names_only(page):
     path = ROOT / page if page == "README.md" else ROOT / "docs" / page
     code = "".join(re.findall(r"^```python\n(.*?)^```", path.read_text("utf-8"), flags=re.M | re.S))
     for home, names in re.findall(r"^from (lightning_dp[\w.]*) import (.+)$", code, flags=re.M):
-        if home != "lightning_dp.testing":  # for tests: kept as long as the protocols are
-            assert {(home, name.strip()) for name in names.split(",")} <= set(NAMES)
+        assert {(home, name.strip()) for name in names.split(",")} <= set(NAMES)
 
 
 def test_some_page_names_each_of_them():

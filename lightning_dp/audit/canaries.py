@@ -37,8 +37,7 @@ from lightning_dp.callbacks import PrivacyLogger
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.gradients import AbstractGradientEngine
 from lightning_dp.run import PrivateRun
-from lightning_dp.strategies.install import install
-from lightning_dp.strategies.strategy import DifferentialPrivacyStrategy
+from lightning_dp.strategies.strategy import DifferentialPrivacyStrategy, install
 
 __all__ = ["AuditReport", "audit"]
 

@@ -518,6 +518,8 @@ class Scale(AbstractForm):
             return v * u
         if v.device.type == "cpu" and self.sum_over == tuple(range(2, v.dim())) and v.numel():
             return _sums_of_products(v, u)
+        if v.device.type != "cpu":  # there is no cache to fit
+            return (v * u).sum(self.sum_over)
         size = max(1, _SLICE_ENTRIES // (u[:1].numel() or 1))  # products that stay in the cache
         parts = zip(torch.split(v, size), torch.split(u, size), strict=True)
         return torch.cat([(a * b).sum(self.sum_over) for a, b in parts])

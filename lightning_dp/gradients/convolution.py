@@ -93,7 +93,8 @@ class Convolution(AbstractForm):
         """Run the records as groups of a convolution, some of them at a time."""
         # (n, f, in, ...) as (f, n·in, ...): with n times as many groups no channel of one record
         # meets one of another, so the weight gradient has a block for each record.
-        parts = zip(*(torch.split(each, _TOGETHER) for each in (v, u, out)), strict=True)
+        size = _TOGETHER if v.device.type == "cpu" else len(v) or 1  # a call costs a device more
+        parts = zip(*(torch.split(each, size) for each in (v, u, out)), strict=True)
         for x, y, rows in parts:
             n = len(x)
             x, y = (part.transpose(0, 1).flatten(1, 2) for part in (x, y))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from lightning_dp._generators import RandomState
 from lightning_dp._module_state import Snapshot, restored
+from lightning_dp._precision import full_precision
 from lightning_dp.boundary import AbstractPerSampleGradients, Query
 from lightning_dp.functional import number_of_entries
 from lightning_dp.gradients import UnsupportedModelError
@@ -28,7 +30,7 @@ from lightning_dp.isolation.comparison import (
 from lightning_dp.isolation.diagnosis import first_that_mixes
 from lightning_dp.isolation.manual import without_dropout
 from lightning_dp.isolation.outcome import CURES, OUTSIDE_OF_LAYERS, Outcome
-from lightning_dp.isolation.replay import Run, Runner
+from lightning_dp.isolation.replay import Run, Runner, StepAsRun
 from lightning_dp.isolation.state import TwinState
 from lightning_dp.isolation.variants import (
     Variants,
@@ -56,6 +58,7 @@ class Settings:
         seed: public.
         gradients: compare them, and not only what the module keeps.
         is_count_public: each batch has as many samples, so public optimizers may step by their number.
+        fewer: also run the kept samples without the others.
     """
 
     query: Query
@@ -64,6 +67,7 @@ class Settings:
     seed: int
     gradients: bool = True
     is_count_public: bool = False
+    fewer: bool = True
 
 
 @dataclass
@@ -83,8 +87,9 @@ class _Found:
 class Check:
     """Compares runs of samples, in which some are exchanged, or left out.
 
-    All begin from the same state and the same random numbers. :meth:`look` makes the runs that are
-    always made; if they show something, :meth:`settle` makes more before it is called a fault.
+    All begin from the same state and the same random numbers, those of now. :meth:`look`
+    makes the runs that are always made; if they show something, :meth:`settle` makes more before it is
+    called a fault.
 
     Args:
         runner: runs the samples.
@@ -108,8 +113,6 @@ class Check:
         self._kept, self._twins = kept, twins
         self._start = start or RandomState(runner.device)
         self._sizes = [number_of_entries([param]) for param in runner.params]
-        self._begin: Snapshot | None = None  # of the runs, which are settled when the step has run
-        self._trains: list[bool] = []  # requires_grad then: an optimizer may be toggled later
         self._first: _Found | None = None
         self._shown = Counter[str]()
         self._where = ""
@@ -118,8 +121,26 @@ class Check:
         """The reason for which nothing can be said of the gradients; "" if they were compared."""
         self.same_in_both: set[str] = set()
         """Names of what the step writes, and writes alike whatever the records are."""
+        self.step: StepAsRun | None = None
+        """The step itself, if it can stand for the run of all samples together."""
+        self._begin = Snapshot.of(runner.module, parameters=self._moves_weights)
+        self._trains = [param.requires_grad for param in runner.module.parameters()]
 
     # -- runs --------------------------------------------------------------------------------------
+
+    def follow_step(self, batch: Any) -> None:
+        """Let the fit's own step stand for the run of all samples together, where that can be.
+
+        Args:
+            batch: that ``training_step`` is about to take.
+        """
+        runner, engine = self._runner, self._runner.passes.watched.engine
+        is_alike = not (runner.runs_hooks or runner.without_dropout or self._moves_weights)
+        is_alike &= not full_precision(runner.device).changes_any  # as in the other runs
+        is_plain = self._settings.gradients and self._settings.query.is_gradient
+        if is_alike and is_plain and not (engine.isolates or self._settings.fewer):
+            look = partial(self._sample, rows=self._kept(0))
+            self.step = StepAsRun(runner, batch, self._samples, look)
 
     def look(self) -> bool:
         """Make the first runs; return True if they show something that is to be settled.
@@ -127,13 +148,32 @@ class Check:
         Raises:
             UnsupportedModelError: of the model, whatever its samples are.
         """
-        module = self._runner.module
-        self._begin = Snapshot.of(module, parameters=self._moves_weights)
-        self._trains = [param.requires_grad for param in module.parameters()]
-        found = self._first = self._pair(0)
-        self.not_compared = found.why_not
-        self._note_twins(found)
+        with self._at_begin():
+            found = self._first = self._pair(0)
+            self.not_compared = found.why_not
+            self._note_twins(found)
         return bool(self._seen(found)) or bool(self._fault)
+
+    @contextmanager
+    def _at_begin(self) -> Iterator[None]:
+        """Put the module back to where it was when the check was made, inside."""
+        module = self._runner.module
+        with restored(module, parameters=self._moves_weights):
+            self._begin.restore()
+            for param, trains in zip(module.parameters(), self._trains, strict=True):
+                param.requires_grad_(trains)
+            yield
+
+    def _beside_step(self, exchanged: Run, kept: list[int]) -> _Found | None:
+        """Compare the step itself with a run of exchanged samples; None unless that shows nothing."""
+        step, self.step = self.step, None
+        if step is None or step.run.gradients is None or self._twins.has_ever:
+            return None
+        if not are_given_the_same(step.run.batch, exchanged.batch, len(self._samples), kept):
+            return None  # samples that are read twice are not the same
+        found = _Found()
+        self._compare(found, step.run, exchanged, kept)
+        return None if found.why_not or self._seen(found) else found
 
     def settle(self, anyone: Callable[[bool], bool], attempts: int = _ATTEMPTS) -> Outcome:
         """Make further runs while they are needed, and return the outcome.
@@ -142,12 +182,7 @@ class Check:
             anyone: returns True if one of several processes still needs them: all make the same runs.
             attempts: how many at most.
         """
-        module = self._runner.module
-        with restored(module, parameters=self._moves_weights):
-            if self._begin is not None:
-                self._begin.restore()
-                for param, trains in zip(module.parameters(), self._trains, strict=True):
-                    param.requires_grad_(trains)
+        with self._at_begin():
             return self._settle(anyone, attempts)
 
     @property
@@ -208,8 +243,11 @@ class Check:
         kept = self._kept(attempt)
         variants = Variants.of(self._samples, kept, attempt)
         found = _Found()
-        together = self._run(variants.together, kept, watched=watched)
         exchanged = self._try(found, variants.exchanged, kept, watched)
+        beside = None if exchanged is None else self._beside_step(exchanged, kept)
+        if beside is not None:
+            return beside
+        together = self._run(variants.together, kept, watched=watched)
         found.runs = [together]
         if exchanged is None:
             return found
@@ -217,7 +255,7 @@ class Check:
         if together.public_steps and not self._settings.is_count_public:
             fewer = self._try(found, variants.alone, range(len(kept)), watched)
             found.public |= fewer is not None and _steps_differ(together, fewer)
-        if self._settings.gradients and not together.has_drawn:
+        if self._settings.gradients and self._settings.fewer and not together.has_drawn:
             alone = self._try(found, variants.alone, range(len(kept)), watched)
             if alone is not None:
                 found.alone = self._distance(together, alone, len(kept))
@@ -236,13 +274,13 @@ class Check:
             return None
 
     def _run(self, samples: Sequence[Any], rows: Sequence[int], *, watched: bool = False) -> Run:
-        query, seed = self._settings.query, self._settings.seed
+        look = partial(self._sample, rows=list(rows))
+        return self._runner.run(samples, self._settings.query, self._start, look, watched=watched)
 
-        def look(gradients: AbstractPerSampleGradients) -> GradientSample:
-            generator = torch.Generator().manual_seed(seed)
-            return take_sample(gradients, list(rows), query.clip_norm, self._sizes, generator)
-
-        return self._runner.run(samples, query, self._start, look, watched=watched)
+    def _sample(self, gradients: AbstractPerSampleGradients, rows: list[int]) -> GradientSample:
+        generator, clip_norm = torch.Generator(), self._settings.query.clip_norm
+        generator.manual_seed(self._settings.seed)
+        return take_sample(gradients, rows, clip_norm, self._sizes, generator)
 
     # -- what they show ----------------------------------------------------------------------------
 

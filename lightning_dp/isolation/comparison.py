@@ -25,6 +25,7 @@ from lightning_dp._precision import in_float64
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import clip_factors
 from lightning_dp.gradients.materialised import MaterialisedGradients
+from lightning_dp.gradients.parameter_sum import BookkeptGradients
 
 __all__ = [
     "TOLERANCE",
@@ -66,7 +67,9 @@ def take_sample(
     sizes: list[int],
     generator: torch.Generator,
 ) -> GradientSample:
-    """Return what is compared of the gradients of some samples; they cannot be used afterwards.
+    """Return what is compared of the gradients of some samples.
+
+    They cannot be used afterwards, unless they are never made (:class:`BookkeptGradients`).
 
     Args:
         gradients: of all samples of the run.
@@ -75,6 +78,9 @@ def take_sample(
         sizes: of the trained parameters, in the order of flat vectors.
         generator: public; the same state gives the same entries.
     """
+    if isinstance(gradients, BookkeptGradients):
+        gradients = gradients.of(torch.tensor(rows))
+        rows = list(range(len(rows)))
     norms = gradients.norms().detach()  # first: what is made for them may be used again
     unit = clip_norm if clip_norm < math.inf else 1.0
     factors = clip_factors(norms, clip_norm) / unit
@@ -87,11 +93,11 @@ def take_sample(
         few = None
     entries = None
     if isinstance(few, MaterialisedGradients):
-        found = in_float64(few.entries().detach())[at]
-        found = found * in_float64(factors)[at].unsqueeze(1) * importance.to(found)
+        found = in_float64(few.entries().detach()[at])
+        found = found * in_float64(factors[at]).unsqueeze(1) * importance.to(found)
         entries = torch.where(found.isfinite(), found, 0.0)
     total = _sketch(gradients.weighted_sum(weights).detach(), generator)
-    lengths = in_float64(norms)[at] / unit
+    lengths = in_float64(norms[at]) / unit
     return GradientSample(in_float64(total), lengths.where(lengths.isfinite(), 0.0), entries)
 
 

@@ -18,11 +18,9 @@ from lightning_dp.gradients.batches import UNKNOWN_LAYOUT, Layout
 from lightning_dp.isolation.check import Check, Settings
 from lightning_dp.isolation.comparison import GradientSample
 from lightning_dp.isolation.made_up import SampleMaker, lengths_in
-from lightning_dp.isolation.manual import without_dropout
 from lightning_dp.isolation.outcome import CURES, Outcome
 from lightning_dp.isolation.replay import Runner
 from lightning_dp.isolation.state import TwinState
-from lightning_dp.isolation.variants import own_copies
 
 __all__ = ["DryRun", "find_layout", "mean_or_sum"]
 
@@ -81,23 +79,23 @@ class DryRun:
 
         Args:
             runner: runs them.
-            settings: makes the settings of a comparison, by ``query``, ``whole`` and ``seed``; asked
-                when an engine has run.
+            settings: makes the settings of a comparison, by ``query``, ``whole``, ``seed`` and
+                ``fewer``; asked when an engine has run.
             clip_norm: the bound C.
             twins: is told what follows the samples.
 
         Raises:
             UnsupportedModelError: if no engine takes the model, or no record has a gradient.
         """
+        runner.without_dropout = True
         try:
-            with without_dropout(runner.module):
-                samples, longest = self._that_run(runner)
-                unit = min(clip_norm, longest) if longest > _NOTHING else clip_norm
-                asked = partial(settings, query=_plain(unit))
-                found = self._compared(runner, samples, asked, twins)
-                if found.kind == "isolated" and not runner.passes.watched.engine.isolates:
-                    return mean_or_sum(runner, samples)
-                return found
+            samples, longest = self._that_run(runner)
+            unit = min(clip_norm, longest) if longest > _NOTHING else clip_norm
+            asked = partial(settings, query=_plain(unit))
+            found = self._compared(runner, samples, asked, twins)
+            if found.kind == "isolated" and not runner.passes.watched.engine.isolates:
+                return mean_or_sum(runner, samples)
+            return found
         except UnsupportedModelError:
             raise
         except Exception as error:  # the user's code, on values that are none of the user's
@@ -139,7 +137,7 @@ class DryRun:
         found, half = Outcome("isolated"), len(samples) // 2
         for kept in (list(range(half)), list(range(half, len(samples)))):
             start = RandomState.seeded(runner.device, kept[0])
-            asked = settings(whole=len(samples), seed=half)
+            asked = settings(whole=len(samples), seed=half, fewer=not kept[0])
             check = Check(runner, samples, asked, partial(_same, kept), twins, start)
             check.look()
             found = check.settle(bool, attempts=2)
@@ -205,7 +203,7 @@ def find_layout(dry: DryRun | None, make_batch: Callable[[list[Any]], Any]) -> L
     for are_longer in (True, False):
         try:
             *two, last = dry.samples(3, are_longer=are_longer)
-            return Layout.of(make_batch(own_copies(two)), make_batch(own_copies([*two, last])))
+            return Layout.of(make_batch(two), make_batch([*two, last]))
         except Exception:  # of the user's, on samples that are none
             continue
     return UNKNOWN_LAYOUT

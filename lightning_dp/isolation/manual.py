@@ -32,13 +32,13 @@ class _NoDropout(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        given, name = dict(kwargs or {}), func.__name__
+        given, name = kwargs or {}, func.__name__
         if name.endswith(("dropout", "dropout1d", "dropout2d", "dropout3d")):
             return args[0] if args else given["input"]
         if name == "scaled_dot_product_attention" and len(args) > _SDPA_DROPOUT:
             args = (*args[:_SDPA_DROPOUT], 0.0, *args[_SDPA_DROPOUT + 1 :])
         if "dropout_p" in given:
-            given["dropout_p"] = 0.0
+            given = {**given, "dropout_p": 0.0}
         return func(*args, **given)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,17 +14,18 @@ from torch import Tensor, nn
 
 from lightning_dp._generators import RandomState
 from lightning_dp._module_state import Snapshot, restored
+from lightning_dp._precision import full_precision
 from lightning_dp._training_step import is_differentiable, loss_in
 from lightning_dp.boundary import AbstractPerSampleGradients, Query
 from lightning_dp.gradients import RecordPasses, Replay, UnsupportedModelError
 from lightning_dp.gradients.batches import Singles
+from lightning_dp.gradients.parameter_sum import BookkeptGradients
 from lightning_dp.isolation.comparison import GradientSample
 from lightning_dp.isolation.diagnosis import Call, watch_calls
 from lightning_dp.isolation.manual import ByHand, PublicStep, without_dropout
 from lightning_dp.isolation.state import Marks
-from lightning_dp.isolation.variants import own_copies
 
-__all__ = ["Pipeline", "Run", "Runner"]
+__all__ = ["Pipeline", "Run", "Runner", "StepAsRun"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Pipeline:
     """The way of samples through the user's code.
 
     Args:
-        collate: makes a batch of them.
+        collate: makes a batch of a list of them, which stay as they are.
         transfer: the hooks through which a batch goes to the device.
         training_step: returns what the module's does for a batch.
         batch_idx: of the batch in its epoch.
@@ -82,6 +83,70 @@ class Run:
     hook_failed: str = ""
 
 
+def _has_drawn(run: Run, start: RandomState, end: Snapshot | None) -> bool:
+    """Return True if a run has drawn numbers, from global generators or from the module's own."""
+    if run.drawn is None or end is None or run.start is None:
+        return False
+    if not run.drawn.is_same(start):
+        return True
+    return any(each.kind == "random" for each in run.start.differences(end))
+
+
+class Writes:
+    """The buffers and weights that a run writes to.
+
+    Args:
+        module: the whole model.
+        params: the trained parameters.
+    """
+
+    def __init__(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
+        self._module, self._params = module, params
+        self._marks, self._versions = Marks.of(module), [param._version for param in params]
+
+    def names(self) -> frozenset[str]:
+        """Return the dotted names of those that were written to since."""
+        pairs = zip(self._params, self._versions, strict=True)
+        moved = {id(param) for param, version in pairs if param._version != version}
+        trained = (name for name, param in self._module.named_parameters() if id(param) in moved)
+        return frozenset((*Marks.of(self._module).changed_since(self._marks), *trained))
+
+
+class StepAsRun:
+    """The fit's own step as one of the runs: nothing is run for it.
+
+    Args:
+        runner: runs the others.
+        batch: that ``training_step`` is about to take.
+        samples: of the batch, read again.
+        look: returns what is compared of the gradients.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        batch: Any,
+        samples: Sequence[Any],
+        look: Callable[[BookkeptGradients], GradientSample],
+    ) -> None:
+        self._runner, self._look = runner, look
+        self._start, self._writes = RandomState(runner.device), Writes(runner.module, runner.params)
+        self.run = Run(batch, len(samples), samples, start=runner.snapshot())
+        """Complete when the gradients were seen."""
+
+    def after_forward(self) -> None:
+        """Note what the forward pass left."""
+        run = self.run
+        run.drawn, run.end = RandomState(self._runner.device), self._runner.snapshot()
+        run.has_drawn = _has_drawn(run, self._start, run.end)
+        run.written = self._writes.names()
+
+    def after_backward(self, gradients: AbstractPerSampleGradients) -> None:
+        """Look at the gradients, which stay as they are."""
+        if isinstance(gradients, BookkeptGradients):
+            self.run.gradients = self._look(gradients)
+
+
 class Runner:
     """Runs variants of a batch, each from the same state of the module and of random numbers.
 
@@ -103,6 +168,7 @@ class Runner:
     ) -> None:
         self.module, self.passes, self.params = module, passes, params
         self.pipeline, self.device = pipeline, device
+        self._earlier: Snapshot | None = None  # of the latest run's beginning
         self.has_drawn = False
         """The latest run drew random numbers."""
         self.without_dropout = False
@@ -134,19 +200,13 @@ class Runner:
         """
         module = self.module
         with self._traceless(start) as begun, ExitStack() as stack:
-            if self.passes.watched.engine.isolates or self.without_dropout:
-                stack.enter_context(without_dropout(module))
             run = Run(self._batch(samples), len(samples), samples, start=begun)
             run.given = Snapshot.of(module) if self.passes.watched.engine.isolates else None
-            marks, calls = Marks.of(module), list[Call]()
-            versions = [param._version for param in self.params]
+            writes, calls = Writes(module, self.params), list[Call]()
             if watched and not self.passes.watched.engine.isolates:
                 stack.callback(watch_calls(module, calls).take_off)
             self._differentiate(run, query, start, look)
-            pairs = zip(self.params, versions, strict=True)
-            moved = {id(param) for param, version in pairs if param._version != version}
-            trained = (name for name, param in module.named_parameters() if id(param) in moved)
-            run.written = frozenset((*Marks.of(module).changed_since(marks), *trained))
+            run.written = writes.names()
             run.calls = tuple(calls)
         return run
 
@@ -165,16 +225,30 @@ class Runner:
             return self._batch(samples)
 
     def _batch(self, samples: Sequence[Any]) -> Any:
-        return self.pipeline.transfer(self.pipeline.collate(own_copies(samples)))
+        return self.pipeline.transfer(self.pipeline.collate(list(samples)))
+
+    def _dropout(self) -> AbstractContextManager[None]:
+        """Return a context in which records that run alone, whatever their group, drop nothing."""
+        is_off = self.passes.watched.engine.isolates or self.without_dropout
+        return without_dropout(self.module) if is_off else nullcontext()
 
     @contextmanager
     def _traceless(self, start: RandomState) -> Iterator[Snapshot]:
-        with restored(self.module, parameters=self._writes) as before, start.again():
-            yield before
+        earlier = self._earlier
+        with (
+            restored(self.module, parameters=self.runs_hooks, earlier=earlier) as begun,
+            start.again(),
+        ):
+            self._earlier = begun
+            yield begun
+
+    def snapshot(self) -> Snapshot:
+        """Return the state of now; what did not change since the latest run is not walked again."""
+        return Snapshot.of(self.module, parameters=self.runs_hooks, earlier=self._earlier)
 
     @property
-    def _writes(self) -> bool:
-        """True if a hook runs that may write to weights."""
+    def runs_hooks(self) -> bool:
+        """True if a hook of the module's own follows the step, which may write to weights."""
         return any(is_overridden(name, self.module) for name in self.hooks)
 
     def _differentiate(
@@ -192,7 +266,7 @@ class Runner:
         def forward(batch: Any) -> Any:
             output = self._forward(batch, run, outputs)
             run.drawn = RandomState(self.device)
-            ends[:] = [Snapshot.of(self.module, parameters=self._writes)]
+            ends[:] = [self.snapshot()]
             return output
 
         def see(output: Any) -> None:
@@ -200,16 +274,16 @@ class Runner:
 
         replay = Replay(forward, run.batch, run.size, begun, see)
         try:
-            found = self._gradients(query, replay, run.samples)
+            # Batches of other sizes may be rounded by other kernels.
+            with self._dropout(), full_precision(self.device):
+                found = self._gradients(query, replay, run.samples)
             run.gradients = None if found is None else look(found)
         finally:
             self.passes.watched.drop()
         if ends and self.passes.watched.engine.one_record:  # after each of which all is as before
             run.drawn = start
-            ends[:] = [Snapshot.of(self.module, parameters=self._writes)]
-        run.has_drawn = run.drawn is not None and not run.drawn.is_same(start)
-        if ends and run.start is not None:  # generators of the module's own
-            run.has_drawn |= any(each.kind == "random" for each in run.start.differences(ends[0]))
+            ends[:] = [self.snapshot()]
+        run.has_drawn = _has_drawn(run, start, ends[0] if ends else None)
         self.has_drawn = run.has_drawn
         if ends:
             none = torch.zeros((), device=self.device)

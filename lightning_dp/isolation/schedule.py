@@ -49,12 +49,17 @@ class Schedule:
         """Return which chunk of the step's batch is compared."""
         return self._number(step, "chunk") % chunks
 
+    @staticmethod
+    def takes_all(look: int) -> bool:
+        """Return True if all samples of the batch are compared: at every other look, not the first."""
+        return look % 2 == 1
+
     def samples(self, step: int, look: int, n: int) -> list[int]:
         """Return the places in a batch of the samples that are compared, in their order.
 
-        All of them at every other look, beginning with the first; else 16 at most.
+        All of them, or 16 at most.
         """
-        if look % 2 == 0 or n <= _FEW:
+        if self.takes_all(look) or n <= _FEW:
             return list(range(n))
         return sorted(self._permutation(step, "samples", n)[:_FEW])
 
@@ -64,7 +69,8 @@ class Schedule:
         A half, a quarter, an eighth … of them in turn: what a rare sample does shows where few are
         kept, what a few places do where many are.
         """
-        share = 2 ** (1 + (look + attempt) % 4)
+        turn = look + look // 2 + attempt  # so that all shares come at looks of either kind
+        share = 2 ** (1 + turn % 4)
         count = max(1, min(n - 1, -(-n // share)))
         return sorted(self._permutation(step, f"kept {attempt}", n)[:count])
 

@@ -22,6 +22,7 @@ from lightning_dp.isolation.outcome import Outcome
 from lightning_dp.isolation.replay import Pipeline, Runner
 from lightning_dp.isolation.schedule import Schedule
 from lightning_dp.isolation.state import TwinState
+from lightning_dp.isolation.variants import own_copies
 
 __all__ = ["check_isolation"]
 
@@ -92,13 +93,13 @@ def check_isolation(
     params = [param for param in module.parameters() if param.requires_grad]
     choice = EngineChoice(engine)
     transfer = partial(_transferred, module)
-    if collate_fn is not default_collate:
-        choice.layout = find_layout(DryRun(samples[0]), lambda few: transfer(collate_fn(list(few))))
     pipeline = Pipeline(
-        lambda few: collate_fn(list(few)),
+        lambda few: collate_fn(own_copies(few)),
         transfer,
         lambda batch: call_training_step(module, batch, 0),
     )
+    if collate_fn is not default_collate:
+        choice.layout = find_layout(DryRun(samples[0]), lambda few: transfer(pipeline.collate(few)))
     with RecordPasses(module, params, choice, loss_graph_check=loss_graph_check) as passes:
         runner = Runner(module, passes, params, pipeline, module.device)
         return _compared(runner, samples, clip_norm)

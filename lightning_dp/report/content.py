@@ -23,8 +23,12 @@ from lightning_dp.accounting import PLDAccountant, StreamingRDPAccountant
 from lightning_dp.accounting.base import AbstractAccountant, Relation, check_relation
 from lightning_dp.accounting.charges import Charges
 from lightning_dp.accounting.declared_in_advance import EnvelopeAccountant, OneOrderAccountant
-from lightning_dp.accounting.events import AbstractEvent, History, sampled_gaussian
-from lightning_dp.accounting.external import AbstractExternal
+from lightning_dp.accounting.events import (
+    AbstractEvent,
+    AbstractExternal,
+    History,
+    sampled_gaussian,
+)
 from lightning_dp.accounting.hypothesis_tests import TradeOff, up_to
 from lightning_dp.accounting.rounding import epsilon_text
 

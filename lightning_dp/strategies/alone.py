@@ -16,8 +16,8 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 from lightning_dp._checks import MisconfigurationError
-from lightning_dp._side_effects import over_records
 from lightning_dp._training_step import loss_in
+from lightning_dp.gradients.side_effects import over_records
 
 __all__ = ["RecordsAlone"]
 

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dp._module_state import apart, restored
 from lightning_dp._shards import is_sharded
-from lightning_dp._side_effects import SideEffects
 from lightning_dp._world import World
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.gradients import (
@@ -22,6 +21,7 @@ from lightning_dp.gradients import (
     UnsupportedModelError,
 )
 from lightning_dp.gradients.base import Around
+from lightning_dp.gradients.side_effects import SideEffects
 from lightning_dp.gradients.watched_model import WrapEngine
 
 __all__ = ["FitEngine"]

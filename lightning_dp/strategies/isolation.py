@@ -31,6 +31,7 @@ from lightning_dp.isolation.outcome import BY_CONSTRUCTION, Outcome
 from lightning_dp.isolation.replay import Pipeline, Runner
 from lightning_dp.isolation.schedule import Schedule
 from lightning_dp.isolation.state import Marks, TwinState
+from lightning_dp.isolation.variants import own_copies
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import FullBatch
 from lightning_dp.sampling.at_once import collates_as_torch
@@ -220,20 +221,23 @@ class IsolationWatch:
             self._due, self._is_scheduled = chunk, False
 
     def before_forward(self, args: tuple[Any, ...]) -> None:
-        """Make the runs of a comparison, if the chunk is due."""
+        """Begin a comparison, if the chunk is due; its runs follow the step's own passes."""
         chunk, self._due = self._due, None
         if chunk is None:
             return
         self._was_due = True
         try:
-            self._compare(chunk, args)
-        except UnsupportedModelError as error:
-            if not self._step.one_record:  # then each record is on its way alone
-                self._step.note(without_alone(error.text))
-        except Exception as error:  # of the user's code, which will raise again in the step
+            self._begin_check(chunk, args)
+        except Exception as error:  # of the user's data set
             self._count(Outcome("not compared", type(error).__name__))
 
-    def _compare(self, chunk: Chunk, args: tuple[Any, ...]) -> None:
+    def after_forward(self) -> None:
+        """Note what the forward pass left, if a comparison has begun."""
+        check = self._check
+        if check is not None and check.step is not None and self._step.look is not None:
+            check.step.after_forward()
+
+    def _begin_check(self, chunk: Chunk, args: tuple[Any, ...]) -> None:
         mechanism, number = self._run.mechanism, self._run.step - (self._since or 0)
         query = None if mechanism is None else mechanism.query
         if query is None or chunk.size < 2:
@@ -250,17 +254,23 @@ class IsolationWatch:
         if not _reads_together(loader):
             samples = self._read(records)
         runner = self._runner(loader, *args[1:])
-        runner.without_dropout = look % 2 == 1
+        runner.without_dropout = look % 2 == 0
         if was_written:
             runner.hooks = _BETWEEN
         self._check = Check(
             runner,
             samples,
-            self._settings(query=query, whole=chunk.size, seed=number),
+            self._settings(
+                query=query,
+                whole=chunk.size,
+                seed=number,
+                fewer=not self._schedule.takes_all(look),  # smaller batches show the same, for less
+            ),
             partial(self._schedule.kept, number, look, len(samples)),
             self._twins,
         )
-        self._check.look()
+        self._check.follow_step(args[0])
+        self._step.look = None if self._check.step is None else self._check.step.after_backward
 
     def _note_changes(self) -> None:
         """Note which buffers and frozen weights were written to since the last look, and not cleared."""
@@ -364,6 +374,13 @@ class IsolationWatch:
             if was_due:  # the other ranks may have something to settle
                 stand_by(anyone)
             return
+        try:
+            check.look()
+        except UnsupportedModelError as error:
+            if not self._step.one_record:  # then each record is on its way alone
+                self._step.note(without_alone(error.text))
+        except Exception as error:  # of the user's code
+            check.not_compared = type(error).__name__
         found = check.settle(anyone)
         self._count(found)
         if found.kind == "isolated":
@@ -429,9 +446,10 @@ class IsolationWatch:
         ]
         return not self._made_by and not starts and not _reads_together(self._loader)
 
-    def _settings(self, *, query: Query, whole: int, seed: int) -> Settings:
+    def _settings(self, *, query: Query, whole: int, seed: int, fewer: bool = True) -> Settings:
         is_count_public = isinstance(self._run.config.sampling, FullBatch)
-        return Settings(query, whole, self._eps, seed, self._needs_gradients, is_count_public)
+        needs = self._needs_gradients
+        return Settings(query, whole, self._eps, seed, needs, is_count_public, fewer)
 
     @property
     def _eps(self) -> float:
@@ -468,6 +486,9 @@ class IsolationWatch:
         def read_and_collate(records: list[Any]) -> Any:
             return collate(dataset.__getitems__(records))  # type: ignore[attr-defined]
 
+        def collate_copies(samples: list[Any]) -> Any:
+            return collate(own_copies(samples))
+
         def transfer(batch: Any) -> Any:
             strategy = self._trainer.strategy
             batch = strategy.precision_plugin.convert_input(batch)
@@ -476,7 +497,10 @@ class IsolationWatch:
                 self._module.on_train_batch_start(batch, *(others[:1] or (0,)))
             return batch
 
-        return (read_and_collate if _reads_together(loader) else collate), transfer
+        if _reads_together(loader):
+            return read_and_collate, transfer
+        # Torch's own function copies all tensors into those of the batch.
+        return (collate if self._collates_as_torch else collate_copies), transfer
 
 
 class _BeforeHooks(Callback):

@@ -108,6 +108,8 @@ class PrivateStep:
         self._records: object = None  # what goes into it
         self._randomness: RandomState | None = None  # of the chunk, if it may be run again
         self._is_passed_on = False  # the chunk is the next engine's
+        self.look: Callable[[AbstractPerSampleGradients], None] | None = None
+        """Called with the gradients of the chunk in hand, which it leaves as they are."""
 
     @property
     def held(self) -> list[Tensor]:
@@ -143,7 +145,7 @@ class PrivateStep:
     def begin(self, chunk: Chunk) -> None:
         """Open the accounts of the next physical batch."""
         self._check_process()
-        self._is_passed_on = False
+        self._is_passed_on, self.look = False, None
         if self._batch.chunk is not None:
             self._watched.drop()  # what a batch without a backward pass left
         if chunk.first:
@@ -249,7 +251,10 @@ class PrivateStep:
             raise RefusedRun(_AGAIN, topic="batches-and-steps")
         batch.chunk = None
         self._check_norms()
-        gradients = self._take(scale)
+        gradients, look = self._take(scale), self.look
+        self.look = None
+        if gradients is not None and look is not None:
+            look(gradients)
         replay = Replay(self._forward_again, self._records, chunk.size, self._randomness)
         if gradients is None or not chunk.size:
             self._add_nothing(mechanism, replay)

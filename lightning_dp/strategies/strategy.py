@@ -1,44 +1,336 @@
-"""The order of one private step, as a mixin over Lightning's strategies."""
+"""Private training, as a mixin over Lightning's strategies: the fit, the order of a step, the end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dp._checks import MisconfigurationError
+from lightning_dp._checks import MisconfigurationError, check_model
+from lightning_dp._files import local_folder
+from lightning_dp._refusals import RefusedRun, RefusedSetting, text_of
+from lightning_dp._shards import gathered, scattered
 from lightning_dp._training_step import is_differentiable, loss_in, with_loss
 from lightning_dp._waiting_losses import WaitingLosses
 from lightning_dp._warnings import warn
-from lightning_dp.gradients import CoupledLossError, UnsupportedModelError
+from lightning_dp._world import World
+from lightning_dp.accounting.events import VoidedRunError
+from lightning_dp.estimators import MeanGradient
+from lightning_dp.gradients import AbstractGradientEngine, CoupledLossError, UnsupportedModelError
 from lightning_dp.gradients.base import without_alone
+from lightning_dp.mechanism import Mechanism
+from lightning_dp.plan.advice import Setting, optimizer_setting
+from lightning_dp.run import PrivateRun
+from lightning_dp.strategies.alone import RecordsAlone
+from lightning_dp.strategies.checks import (
+    check_estimator,
+    check_sharding,
+    check_trainer,
+    check_trainer_and_strategy,
+    is_model_parallel,
+    weak_settings,
+)
 from lightning_dp.strategies.data import (
     before_transfer,
     changed_rows,
     check_rate,
     chunk_in_hand,
+    make_private_loader,
     private_loader_of,
 )
-from lightning_dp.strategies.early_end import Place, end_training
-from lightning_dp.strategies.private_fit import PrivateFitStrategy
-from lightning_dp.strategies.update_guard import evaluated_once
+from lightning_dp.strategies.earlier_training import EarlierTraining
+from lightning_dp.strategies.early_end import Agreement, Place, end_before_first_step, end_training
+from lightning_dp.strategies.engine import FitEngine
+from lightning_dp.strategies.hooks import PrivacyCallback, among
+from lightning_dp.strategies.isolation import IsolationWatch
+from lightning_dp.strategies.monitors import Monitors
+from lightning_dp.strategies.optimizers import Optimizers, find_optimizers
+from lightning_dp.strategies.step import PrivateStep
+from lightning_dp.strategies.update_guard import (
+    GradientGuard,
+    SameParameters,
+    StepGuard,
+    UnwrittenWeights,
+    evaluated_once,
+    watched,
+)
 
-__all__ = ["DifferentialPrivacyStrategy"]
+if TYPE_CHECKING:
+    from lightning_dp.report import PrivacyReport
+
+__all__ = ["DifferentialPrivacyStrategy", "install"]
+
+_REMINDER = "DifferentialPrivacy (training goes on WITHOUT PRIVACY if it is left out)"
+_Kind = TypeVar("_Kind", bound="DifferentialPrivacyStrategy")
 
 
-class DifferentialPrivacyStrategy(PrivateFitStrategy):
+@dataclass(frozen=True)
+class Fit:
+    """The parts exist together or not at all.
+
+    Args:
+        folder: where a new journal goes.
+        step: the accounts of the current step, and the model under its engine.
+        weights: watches which parameters training_step writes to.
+        isolation: compares runs of a batch that differ in some of its records.
+        monitors: watches who acts on metrics of the training data.
+        earlier: knows which ledgers trained the model before.
+        agree: ends the fit on all ranks, or on none.
+        alone: runs the records of a batch one by one, if the engine asks for it.
+        steps: lets the optimizer step with what was released, and raises at other steps.
+        edits: compares the gradient that the optimizer uses with what was released.
+        plugin: the strategy's precision plugin, whose clipping is seen.
+        optimizers: the private one and the public ones.
+        losses: those of a step with several optimizers; None with one.
+    """
+
+    folder: Path
+    step: PrivateStep
+    weights: UnwrittenWeights
+    isolation: IsolationWatch
+    monitors: Monitors
+    earlier: EarlierTraining
+    agree: Agreement
+    alone: RecordsAlone
+    steps: StepGuard
+    edits: GradientGuard
+    plugin: Precision
+    optimizers: Optimizers
+    losses: WaitingLosses | None
+
+
+class DifferentialPrivacyStrategy(Strategy):
     """Makes the strategy it is mixed into train privately.
 
     The order of one step: ``on_train_batch_start`` charges the ledger, ``backward`` bounds each
     chunk's gradients, ``optimizer_step`` noises the sum and hands the optimizer an ordinary
     ``p.grad``.
     """
+
+    global_rank: int
+    world_size: int
+
+    _run: PrivateRun | None = None  # until it is given
+    _given: tuple[PrivacyCallback, ...] = ()  # with the run
+    _callbacks: tuple[PrivacyCallback, ...] = ()  # of the latest fit: checkpoints may follow it
+    _fit: Fit | None = None  # between fits
+    _watch: IsolationWatch | None = None  # of the latest fit, whose model hooks may still write to
+    _sharded: Sequence[
+        Tensor
+    ] = ()  # trained parameters of the latest fit: checkpoints may follow it
+
+    # -- set-up ----------------------------------------------------------------------------
+
+    def use_privacy(self, run: PrivateRun, *callbacks: PrivacyCallback) -> None:
+        """Train under this configuration and charge this ledger.
+
+        Args:
+            run: configuration and ledger.
+            callbacks: hear of the run; one gives way to one of its kind among the Trainer's.
+        """
+        if self._run is not None and self._run is not run:
+            raise RefusedSetting(
+                "Privacy is configured twice: on the strategy (privacy=...) and by a "
+                "DifferentialPrivacy callback, or by two callbacks. Keep one of them.",
+                topic="strategy-alone",
+            )
+        self._run, self._given = run, callbacks
+
+    @property
+    def private_run(self) -> PrivateRun:
+        """Configuration and ledger; ε and the report are read from it."""
+        if self._run is None:
+            raise RefusedSetting(
+                f"{type(self).__name__} has no privacy configuration: give it "
+                "privacy=PrivacyConfig(...), or add the DifferentialPrivacy callback.",
+                topic="strategy-alone",
+            )
+        return self._run
+
+    @property
+    def _module(self) -> LightningModule:
+        if self.lightning_module is None:
+            raise RefusedRun(
+                f"{type(self).__name__} has no LightningModule: fit one with a Trainer.",
+                topic="strategy-alone",
+            )
+        return self.lightning_module
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self._module.trainer
+
+    @property
+    def _now(self) -> Fit:
+        """The current fit."""
+        if self._fit is None:
+            raise RefusedRun(
+                f"{type(self).__name__} trains only while its Trainer fits a model.",
+                topic="strategy-alone",
+            )
+        return self._fit
+
+    @property
+    def _mechanism(self) -> Mechanism:
+        if self.private_run.mechanism is None:
+            raise RefusedRun(
+                "A private step needs a plan, which is declared when training starts.",
+                topic="strategy-alone",
+            )
+        return self.private_run.mechanism
+
+    @cached_property
+    def _folder(self) -> Path:
+        """The folder of a new journal; found once in a fit, since the process may change folders."""
+        return self.private_run.ledger_dir or _default_folder(self._trainer)
+
+    @cached_property
+    def _accumulate(self) -> int:
+        """``accumulate_grad_batches`` as the user set it; during the fit it is the plan's."""
+        return self._trainer.accumulate_grad_batches
+
+    @property
+    def precision_plugin(self) -> Precision:
+        plugin = super().precision_plugin
+        return plugin if self._fit is None else self._fit.plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        Strategy.precision_plugin.fset(self, plugin)  # type: ignore[attr-defined]
+
+    def setup(self, trainer: Trainer) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            super().setup(trainer)
+            return
+        run = self.private_run
+        check_trainer(trainer)
+        folder = self._folder
+        self._callbacks = among(trainer, self._given)
+        super().setup(trainer)
+        named = run.config.private_optimizer
+        optimizers = find_optimizers(self.optimizers, self._module, named, self.world_size)
+        check_sharding(self, self._module, run.config, optimizers)  # before anything is charged
+        check_model(self._module, may_be_sharded=is_model_parallel(self))
+        self._fit = self._begin(trainer, optimizers, folder)
+        self._sharded = self._fit.step.params if self._fit.step.engine.is_sharded else ()
+        check_estimator(run.config, self._fit.step, self._module, optimizers)
+
+    def _begin(self, trainer: Trainer, optimizers: Optimizers, folder: Path) -> Fit:
+        """Attach the gradient engine to the model, and put the parts together."""
+        run, module, world, device = self.private_run, self._module, self._world(), self.root_device
+        private, public = optimizers.private, optimizers.public_parameters
+        parameters = SameParameters(module, private, public)
+        trained = parameters.trained
+        engine = FitEngine(module, run.config, world, trained, public, self.wrap_engine)
+        run.engine, run.optimizers = engine.watched.description, optimizers.description
+        if engine.watched.compiled_note is not None:
+            rank_zero_info(f"privacy: {engine.watched.compiled_note}.")
+        step = PrivateStep(module, parameters, engine, device)
+        edits = GradientGuard(trainer, trained, is_declared=run.config.gradient_edits is not None)
+        return Fit(
+            folder,
+            step,
+            UnwrittenWeights(module, public),
+            IsolationWatch(trainer, step, run, world, self._step_again),
+            Monitors(trainer, run),
+            EarlierTraining(module, run),
+            # A void run leaves the model at once: an error in on_exception would end the teardown.
+            Agreement(run, world, device, self.broadcast, self._leave_the_model),
+            RecordsAlone(module),
+            StepGuard(private),
+            edits,
+            watched(self.precision_plugin, edits, private),
+            optimizers,
+            WaitingLosses(trained, public) if optimizers.public else None,
+        )
+
+    def wrap_engine(self, engine: AbstractGradientEngine) -> AbstractGradientEngine:
+        """Put something between the gradient engine and the clipping: an audit's canaries."""
+        return engine
+
+    def configure_ddp(self) -> None:
+        """Give all ranks the weights of rank 0, without DDP's wrapper.
+
+        Its reducer would add up raw gradients over the ranks.
+        """
+        # Not the state_dict: it leaves some buffers out.
+        for tensor in (*self._module.parameters(), *self._module.buffers()):
+            torch.distributed.broadcast(tensor.detach(), 0)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)
+        trainer = self._trainer
+        if not (trainer.training and trainer.state.fn == TrainerFn.FITTING):
+            return dataloader
+        run = self.private_run
+        loader = make_private_loader(dataloader, trainer, self._accumulate, run, self._world())
+        assert run.batches is not None
+        trainer.accumulate_grad_batches = run.batches.chunks_per_step  # FullBatch() has its own
+        return loader
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        trainer, run, fit = self._trainer, self.private_run, self._now
+        private_loader_of(trainer)
+        assert run.batches is not None
+        for topic, message in weak_settings(run.config, run.batches):
+            if self.is_global_zero:
+                warn(message, topic=topic)
+        fit.monitors.begin()
+        steps_before = self._steps_before()
+        planned_steps = self._planned_steps(steps_before)
+        folder = None if trainer.fast_dev_run else fit.folder  # type: ignore[attr-defined]
+        run.start(planned_steps, self._world(), folder, steps_before)
+        run.setting = _setting_of(run, fit.optimizers, planned_steps, self.world_size)
+        if self.is_global_zero:
+            fit.earlier.begin(folder)
+        for callback in self._callbacks:
+            callback.on_privacy_start(trainer, run, fit.folder)
+        if planned_steps and run.exhausted:
+            end_before_first_step(trainer, run, self._mechanism)
+
+    def _steps_before(self) -> int:
+        """Return the private steps that this Trainer has made: it counts those of all optimizers."""
+        steps = self._trainer.global_step
+        return self.private_run.step_to_continue if steps and self._now.optimizers.public else steps
+
+    def _planned_steps(self, steps_before: int) -> float:
+        """Return the private steps that it is still going to make, or more where that is not known."""
+        trainer = self._trainer
+        planned = trainer.estimated_stepping_batches - steps_before
+        if self._now.optimizers.public and trainer.max_steps != -1:
+            # Of the steps that are left, all may be private ones.
+            planned = min(planned, trainer.max_steps - trainer.global_step)
+        return max(0, planned)
+
+    def _world(self) -> World:
+        shards = is_model_parallel(self)
+        rank, size = self.global_rank, self.world_size
+        return World(rank, size, self._sum_over_ranks, self.broadcast, is_sharded=shards)
+
+    def _sum_over_ranks(self, vector: Tensor) -> Tensor:
+        if self.world_size > 1:  # Strategy.reduce() has a barrier before each sum
+            torch.distributed.all_reduce(vector)
+        return vector
+
+    def _step_again(self, batch: Any, *others: Any) -> Any:
+        return super().training_step(batch, *others)
+
+    # -- the order of a step ---------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
@@ -101,6 +393,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         output = self._watched(*args, **kwargs)
         if fit.step.one_record:
             return output  # which took over
+        fit.isolation.after_forward()
         self._answer_waiting()
         self._leave_forward()
         fit.monitors.check()
@@ -292,3 +585,244 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         fit.agree(fault, Place.END)
         for callback in self._callbacks:
             callback.on_privacy_end(trainer, run)
+
+    # -- checkpoints and the end -----------------------------------------------------------
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        run, fit = self.private_run, self._fit
+        if run.voided is not None:
+            raise VoidedRunError(run.voided)
+        if fit is not None:
+            fit.monitors.check()
+        watch = self._watch if fit is None else fit.isolation
+        if watch is not None and (reason := watch.unexplained()) is not None:
+            raise MisconfigurationError(reason, topic="kept-records")
+        lead, params = self.is_global_zero, self._sharded
+        content = _write_record(checkpoint, run, is_writer=lead, sharded=params)
+        if content is not None:
+            for callback in self._callbacks:
+                callback.on_privacy_save(run, content)
+        if fit is not None and self.is_global_zero:
+            fit.earlier.released(checkpoint.get("state_dict", {}))
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        with self._without_guard():
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if isinstance(checkpoint, Mapping):
+            checkpoint.get("callbacks", {}).pop(_REMINDER, None)
+        if self._trainer.state.fn != TrainerFn.FITTING:
+            return checkpoint
+        record = _record_in(checkpoint, checkpoint_path)
+        if self._sharded:
+            record = {**record, "mechanism": scattered(record["mechanism"], self._sharded)}
+        self.private_run.load_state_dict(record, self._folder, self._world())
+        return checkpoint
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        with self._without_guard():
+            state: dict[str, Any] = super().optimizer_state(optimizer)
+        return state
+
+    def _without_guard(self) -> AbstractContextManager[None]:
+        """Let torch step an optimizer with zeros, to make the state that a sharded one is read into."""
+        fit = self._fit if self._sharded else None
+        return nullcontext() if fit is None else fit.steps.off()
+
+    def _leave_the_model(self) -> None:
+        if self._fit is not None:
+            self._fit.step.detach()
+            self._fit.steps.remove()
+            if self.is_global_zero:
+                self._fit.earlier.released()
+        if self._run is not None:
+            self._run.stop()
+
+    def teardown(self) -> None:
+        fit = self._fit
+        self._leave_the_model()
+        if "_accumulate" in vars(self):
+            self._trainer.accumulate_grad_batches = self._accumulate
+        for name in ("_fit", "_folder", "_accumulate"):
+            vars(self).pop(name, None)
+        if fit is not None:
+            fit.isolation.end()
+        super().teardown()
+        if fit is not None:
+            fit.isolation.follow()
+            self._watch = fit.isolation
+            for callback in self._callbacks:
+                callback.on_privacy_teardown(self._trainer, self.private_run)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: nothing of a fit, which holds what is not noised yet."""
+        return {**super().__getstate__(), "_fit": None, "_watch": None, "_sharded": ()}
+
+
+def _setting_of(
+    run: PrivateRun, optimizers: Optimizers, planned_steps: float, processes: int
+) -> Setting:
+    """Return the setting of a fit whose plan was declared.
+
+    Args:
+        run: its batches, its budget, and its mechanism at the first step of this fit.
+        optimizers: the private one, and if there are others.
+        planned_steps: that the Trainer is going to make.
+        processes: that share each batch.
+    """
+    config, batches, mechanism = run.config, run.batches, run.mechanism
+    assert batches is not None and mechanism is not None
+    plan, is_alone = mechanism.plan, run.steps == mechanism.step and not run.ledger.runs.external
+    estimator = config.resolved_estimator()
+    optimizer, size, weight_size = optimizer_setting(optimizers.private)
+    step = mechanism.step
+    clips = estimator.traits.estimates_gradient
+    noise = plan.noise_multiplier(step)
+    return Setting(
+        num_records=batches.num_records,
+        batch_size=plan.rate(step) * batches.num_records,
+        steps=step + run.remaining_steps,
+        planned_steps=step + planned_steps,
+        steps_per_epoch=batches.steps_per_epoch,
+        noise_multiplier=noise if math.isfinite(noise) else 0.0,
+        clip_norm=vars(estimator).get("max_grad_norm", math.inf) if clips else math.inf,
+        size=size,
+        weight_size=weight_size,
+        target_epsilon=config.target_epsilon,
+        target_delta=config.target_delta,
+        relation=config.relation,
+        optimizer=None if optimizers.public else optimizer,
+        is_constant=plan.is_constant and type(estimator) is MeanGradient and is_alone,
+        steps_before=step,
+        is_calibrated=config.noise_multiplier is None,
+        processes=processes,
+    )
+
+
+# -- the record on disk ----------------------------------------------------------------------------
+
+
+def _default_folder(trainer: Trainer) -> Path:
+    """Return ``<default_root_dir>/privacy``, absolute.
+
+    Raises:
+        ValueError: if the Trainer's folder is not one of this machine, or has no name in UTF-8.
+    """
+    try:
+        return local_folder("default_root_dir", trainer.default_root_dir) / "privacy"
+    except ValueError as error:
+        raise RefusedSetting(
+            f"{text_of(error)} Or say where the privacy journal goes: "
+            "DifferentialPrivacy(ledger_dir=...), a local folder; everything else stays in "
+            "default_root_dir.",
+            topic="journal-folder",
+        ) from None
+
+
+def _write_record(
+    checkpoint: dict[str, Any],
+    run: PrivateRun,
+    *,
+    is_writer: bool,
+    sharded: Sequence[Tensor] = (),
+) -> PrivacyReport | None:
+    """Put the record into a checkpoint that is about to be saved.
+
+    Args:
+        checkpoint: what Lightning saves.
+        run: whose state it will hold.
+        sharded: the trained parameters, where each process has a part of them; the record has whole
+            vectors, for any number of processes.
+        is_writer: on the process that writes the file the record has the report in it.
+
+    Returns:
+        The report there; None on other processes.
+    """
+    from lightning_dp.report.files import CHECKPOINT_KEY, in_checkpoint
+    from lightning_dp.report.of_run import report
+
+    record = run.state_dict()
+    if sharded:
+        record["mechanism"] = gathered(record["mechanism"], sharded)
+    checkpoint[CHECKPOINT_KEY] = record
+    if "callbacks" in checkpoint:  # those that a later Trainer misses are named in its warning
+        checkpoint["callbacks"][_REMINDER] = {}
+    if not is_writer:
+        return None
+    content = report(run)
+    checkpoint[CHECKPOINT_KEY]["report"] = in_checkpoint(content)
+    return content
+
+
+def _record_in(checkpoint: Any, path: Any) -> dict[str, Any]:
+    """Return the record of a checkpoint that a private run goes on from.
+
+    Raises:
+        ValueError: if it holds none.
+    """
+    from lightning_dp.report.files import CHECKPOINT_KEY
+
+    if not isinstance(checkpoint, Mapping) or CHECKPOINT_KEY not in checkpoint:
+        raise RefusedSetting(
+            f"The checkpoint {path} holds no privacy ledger: what it has spent is "
+            "unknown, so training cannot go on from it privately. If its weights never saw "
+            "private data, load them into the model and fit without ckpt_path.",
+            topic="checkpoint-without-ledger",
+        )
+    record: dict[str, Any] = checkpoint[CHECKPOINT_KEY]
+    return record
+
+
+# -- installation ----------------------------------------------------------------------------------
+
+
+def install(
+    trainer: Trainer,
+    run: PrivateRun,
+    *callbacks: PrivacyCallback,
+    kind: type[_Kind] = DifferentialPrivacyStrategy,  # type: ignore[assignment]
+) -> _Kind:
+    """Make a Trainer train privately; call it in a callback's ``setup``, before data is asked for.
+
+    Args:
+        trainer: whose fit is about to begin.
+        run: configuration and ledger.
+        callbacks: hear of the run without being among the Trainer's callbacks.
+        kind: the mixin.
+
+    Raises:
+        MisconfigurationException: if its strategy cannot be made private.
+    """
+    check_trainer_and_strategy(trainer)
+    strategy = _private(trainer.strategy, kind)
+    strategy.use_privacy(run, *callbacks)
+    return strategy
+
+
+def _private(strategy: Strategy, kind: type[_Kind]) -> _Kind:
+    """Make the strategy a private one, in place: the Trainer keeps the object it chose.
+
+    Its class becomes a subclass of the mixin and the class it had. Replacing the object would
+    lose what the Trainer has connected to it already.
+    """
+    if not isinstance(strategy, DifferentialPrivacyStrategy):
+        strategy.__class__ = _private_class(kind, type(strategy))
+    assert isinstance(strategy, kind)
+    return strategy
+
+
+def _private_class(kind: type, base: type) -> Any:
+    return type(f"Private{base.__name__}", (kind, base), {"__reduce_ex__": _reduce})
+
+
+def _reduce(strategy: Any, protocol: Any) -> tuple[Any, ...]:
+    """Pickle an object whose class has no name to import as what the class is made from."""
+    reduced: Any = object.__reduce_ex__(strategy, max(2, protocol))  # (constructor, class, state)
+    return _new, type(strategy).__bases__, *reduced[2:]
+
+
+def _new(kind: type, base: type) -> Any:
+    made = _private_class(kind, base)
+    return made.__new__(made)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_dp._refusals import text_of
-from lightning_dp.accounting._journal_text import Written
 from lightning_dp.accounting.charges import Charges, JournalError
+from lightning_dp.accounting.journal import JournalContent
 from lightning_dp.accounting.journals import Neighbours, neighbours, union
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.accounting.rounding import epsilon_text
@@ -85,14 +85,14 @@ def _many(found: Neighbours) -> str:
     return "another journal" if found.count == 1 else f"{found.count} other journals"
 
 
-def _counted(found: Neighbours, run: PrivateRun) -> list[Written]:
+def _counted(found: Neighbours, run: PrivateRun) -> list[JournalContent]:
     """Return the journals of the sum: with noise, and not of other data."""
     return [
         each for each in found.written if has_guarantee(each.runs) and _may_share_records(each, run)
     ]
 
 
-def _may_share_records(journal: Written, run: PrivateRun) -> bool:
+def _may_share_records(journal: JournalContent, run: PrivateRun) -> bool:
     """Compare the user's names of the data sets, or without both names the numbers of records."""
     if run.batches is None or not journal.data:
         return True

@@ -16,7 +16,7 @@ from lightning_dp.accounting import (
 )
 from lightning_dp.audit import check_isolation
 from lightning_dp.federated import AsyncClient, AsyncPlan, AsyncServer, PolynomialSizes
-from lightning_dp.federated.sequences import ConstantSteps
+from lightning_dp.federated.asynchronous import ConstantSteps
 from lightning_dp.plan import learning_rate, plan_training
 from lightning_dp.schedules import DynamicGD, DynamicMomentum
 

@@ -50,9 +50,9 @@ def test_short_epochs_do_not_make_a_comparison_of_each_step():
 
 def test_all_samples_are_looked_at_in_turn_with_a_few():
     schedule = Schedule("a")
-    assert schedule.samples(0, 0, 64) == list(range(64))
-    assert len(schedule.samples(1, 1, 64)) == 16
-    assert schedule.samples(1, 1, 12) == list(range(12))
+    assert schedule.samples(1, 1, 64) == list(range(64))
+    assert len(schedule.samples(0, 0, 64)) == 16
+    assert schedule.samples(0, 0, 12) == list(range(12))
 
 
 @pytest.mark.parametrize("n", [2, 3, 16, 64, 512])
@@ -62,7 +62,14 @@ def test_at_least_one_is_kept_and_one_exchanged(look, n):
     assert 1 <= len(kept) < n
     assert kept == sorted(set(kept))
     assert set(kept) <= set(range(n))
-    assert len(kept) == max(1, min(n - 1, -(-n // 2 ** (1 + look % 4))))
+    share = (look + look // 2) % 4
+    assert len(kept) == max(1, min(n - 1, -(-n // 2 ** (1 + share))))
+
+
+def test_all_shares_come_at_looks_of_either_kind():
+    kept = Schedule("a").kept
+    for first in (0, 1):
+        assert {len(kept(3, look, 64)) for look in range(first, 8, 2)} == {4, 8, 16, 32}
 
 
 def test_further_attempts_keep_others():

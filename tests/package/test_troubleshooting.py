@@ -35,7 +35,7 @@ INTERNAL = "out-of-order"  # for those who call the parts themselves; its messag
 def refusals() -> dict[str, type[Refusal]]:
     """All classes of refusals, by name."""
     for found in pkgutil.walk_packages(lightning_dp.__path__, "lightning_dp."):
-        if not found.name.startswith(("lightning_dp.federated.flower", "lightning_dp.testing")):
+        if not found.name.startswith("lightning_dp.federated.flower"):
             importlib.import_module(found.name)
     kinds, todo = {}, [Refusal]
     while todo:

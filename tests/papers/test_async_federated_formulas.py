@@ -16,7 +16,7 @@ from async_federated_formulas import (
 
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian, calibrate
 from lightning_dp.federated import PolynomialSizes
-from lightning_dp.federated.sequences import rounds_for
+from lightning_dp.federated.asynchronous import rounds_for
 
 EXACT, ROUNDED = 1e-12, 1e-6
 TOTAL, RECORDS, DELTA = 25_000, 10_000, 5.5e-8

@@ -14,8 +14,7 @@ import torch
 from lightning_dp.accounting import PoissonGaussian, epsilon, epsilon_text
 from lightning_dp.accounting.journal import Journal
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.federated.spending import Spending
+from lightning_dp.federated.ledger import ReleaseLedger, Spending
 from lightning_dp.report.files import read_report
 
 EVENT = PoissonGaussian(1.5, 0.1)

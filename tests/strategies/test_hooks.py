@@ -10,7 +10,7 @@ from lightning_dp import PrivacyConfig
 from lightning_dp.callbacks import PrivacyLogger
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.hooks import PrivacyCallback
-from lightning_dp.strategies.install import install
+from lightning_dp.strategies.strategy import install
 
 
 class Hears(PrivacyCallback):

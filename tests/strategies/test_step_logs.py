@@ -16,11 +16,11 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, M
 from torchmetrics.functional import accuracy
 from torchmetrics.text import WordErrorRate
 
-from lightning_dp._side_effects import SideEffects
 from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.batches import SampleBatch
 from lightning_dp.gradients.records import Records
+from lightning_dp.gradients.side_effects import SideEffects
 
 
 class Model(LightningModule):

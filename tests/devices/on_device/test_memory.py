@@ -55,5 +55,5 @@ def test_a_fit_with_its_probe_brings_each_weight_to_the_host_once(
     moved = counting.of("copy", at_least=300**2)
     at = [event.where.split(":")[0].rsplit("/", 1)[-1] for event in moved.elements()]
     # Lightning brings the model there and back, as its parameters and as one of the Trainer's.
-    assert at.count("private_fit.py") == 3
+    assert at.count("strategy.py") == 3
     assert len(at) == 4, at  # and once for the probe, below whatever watches its calls

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dp.gradients.layer_calls
 import lightning_dp.report.files
-import lightning_dp.strategies.install  # noqa: F401 (what a fit imports, once for all lives)
+import lightning_dp.strategies.strategy  # noqa: F401 (what a fit imports, once for all lives)
 from lightning_dp.callbacks import DifferentialPrivacy
 
 

@@ -1,0 +1,84 @@
+"""The fit's own step as one of the runs of a comparison: seen alike, for one run less."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_dp import FullBatch
+from lightning_dp.callbacks import DifferentialPrivacy
+
+N = 64
+
+
+class Model(L.LightningModule):
+    """Notes the size of each of its batches."""
+
+    def __init__(self, couple=None):
+        super().__init__()
+        self.net, self.couple, self.sizes = torch.nn.Linear(8, 4), couple, []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        SIZES.append((self.trainer.global_step, len(x)))
+        loss = F.cross_entropy(self.net(x), y, reduction="none")
+        return (loss if self.couple is None else self.couple(x, loss)).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Noisy(Dataset):
+    """Adds noise to each record when it is read, so that no record is read twice alike."""
+
+    def __init__(self, noise):
+        self.noise, self.x = noise, F.normalize(torch.rand(N, 8))
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return self.x[i] + self.noise * torch.randn(8), i % 4
+
+
+SIZES: list[tuple[int, int]] = []
+
+
+@pytest.fixture
+def runs_of_step_1(make_trainer, tmp_path):
+    """The sizes of all runs of the second step, whose comparison is of the whole batch."""
+
+    def run(model, noise=0.0, **settings):
+        SIZES.clear()
+        privacy = DifferentialPrivacy(
+            noise_multiplier=8.0,
+            target_delta=1e-5,
+            sampling=FullBatch(),
+            engine="layers",
+            ledger_dir=str(tmp_path / "ledger"),
+            advice=False,
+            **settings,
+        )
+        trainer = make_trainer(callbacks=[privacy], max_steps=2)
+        trainer.fit(model, DataLoader(Noisy(noise), N))
+        assert not trainer.strategy.private_run.not_compared
+        return [size for step, size in SIZES if step == 1]
+
+    return run
+
+
+def test_the_whole_batch_runs_once_more_with_samples_exchanged(runs_of_step_1):
+    assert runs_of_step_1(Model()) == [N, N]
+    assert runs_of_step_1(Model(), spot_checks=False) == [N]
+
+
+def test_records_that_cannot_be_read_twice_run_on_their_own(runs_of_step_1):
+    assert runs_of_step_1(Model(), noise=0.1) == [N, N, N]
+
+
+def test_what_only_the_whole_batch_shows_is_refused(runs_of_step_1):
+    with pytest.raises(Exception, match="exchanged for others"):
+        runs_of_step_1(Model(lambda x, loss: loss * (3 * x.mean() if len(x) == N else 1)))
