@@ -74,14 +74,13 @@ class GhostClipping(AbstractLayerEngine):
     def __init__(self) -> None:
         super().__init__()
         self._params: Sequence[nn.Parameter] = ()
-        self._last: tuple[_Passes, Mapping[int, Tensor]] | None = None
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         self.detach()
         self._recorder, self._params = Recorder(module, params, _SavedInputs), params
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
-        self._last = None
+        self._found = None
         calls = self._attached.take(loss)
         if combined or keep_graph:
             raise UnsupportedModelError(
@@ -94,22 +93,11 @@ class GhostClipping(AbstractLayerEngine):
             squares.setdefault(place, []).append(gradients.squared_norms())
 
         passes.run(add, keep=True)
-        self._last = passes, {place: torch.cat(parts) for place, parts in squares.items()}
+        norms = {place: torch.cat(parts) for place, parts in squares.items()}
+        self._found = partial(GhostGradients, self._params, passes, norms)
 
     def repeating(self) -> AbstractContextManager[None]:
         return self._attached.repeating()
-
-    def take(self, scale: float) -> GhostGradients:
-        last, self._last = self._last, None
-        if last is None:
-            raise RefusedRun(
-                "GhostClipping.backward() must come before take().", topic="out-of-order"
-            )
-        return GhostGradients(self._params, *last, scale)
-
-    def drop(self) -> None:
-        self._last = None
-        super().drop()
 
     def detach(self) -> None:
         super().detach()

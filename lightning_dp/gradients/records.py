@@ -29,12 +29,14 @@ from lightning_dp.gradients.graph import nodes
 from lightning_dp.gradients.materialised import restricted
 from lightning_dp.gradients.parameter_sum import BookkeptGradients, ScratchPool
 from lightning_dp.gradients.record_calls import (
+    MISSING,
     CallRecorder,
     DifferentPaths,
     WritesIntoNew,
+    is_sample,
     numbered,
+    rows,
 )
-from lightning_dp.gradients.vmap import MISSING, is_sample, rows
 
 __all__ = ["GroupedGradients", "Records"]
 
@@ -107,7 +109,6 @@ class Records(AbstractGradientEngine):
         self._own_memory = self._along = self._edits = False
         self._groups: list[_Group] = []
         self._size = 0
-        self._found: list[BookkeptGradients] | None = None
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         self.detach()
@@ -273,11 +274,7 @@ class Records(AbstractGradientEngine):
         self._refuse_missed(loss, found, {call.edge.node for call in missed})
         for each in sums:
             each.pull_back()
-        self._places = [group.places for group in groups]
-        self._found = [
-            each.gradients(self._size / len(places))
-            for each, places in zip(sums, self._places, strict=True)
-        ]
+        self._found = partial(self._together, sums, [group.places for group in groups])
 
     def _refuse_missed(
         self, loss: Tensor, found: Sequence[Tensor | None], calls: Collection[Any]
@@ -299,16 +296,16 @@ class Records(AbstractGradientEngine):
                 topic="unseen-use",
             )
 
-    def take(self, scale: float) -> AbstractPerSampleGradients:
-        found, self._found = self._found, None
-        if found is None:
-            raise RefusedRun("Records.backward() must come before take().", topic="out-of-order")
-        if scale != 1.0:
-            found = [each.combine(scale, ()) for each in found]
-        return found[0] if len(found) == 1 else GroupedGradients(found, self._places)
+    def _together(
+        self, sums: Sequence[CallSums], places: Sequence[Tensor], scale: float
+    ) -> AbstractPerSampleGradients:
+        pairs = zip(sums, places, strict=True)
+        found = [each.gradients(scale * self._size / len(own)) for each, own in pairs]
+        return found[0] if len(found) == 1 else GroupedGradients(found, places)
 
     def drop(self) -> None:
-        self._groups, self._found = [], None
+        super().drop()
+        self._groups = []
 
     def detach(self) -> None:
         self.drop()

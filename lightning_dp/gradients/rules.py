@@ -13,8 +13,15 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_dp._norms import FixedNorm
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.bilinear import Lookup, OuterProduct, Rows, Scale, Use, Uses
-from lightning_dp.gradients.convolution import Convolution
+from lightning_dp.gradients.bilinear import (
+    Convolution,
+    Lookup,
+    OuterProduct,
+    Rows,
+    Scale,
+    Use,
+    Uses,
+)
 
 __all__ = [
     "BY_POSITION",

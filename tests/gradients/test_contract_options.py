@@ -12,12 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_dp.gradients import (
-    RecordPasses,
-    bilinear,
-    convolution,
-    parameter_sum,
-)
+from lightning_dp.gradients import RecordPasses, bilinear, parameter_sum
 from tests.gradients.models import Example, Net, features, net, sequences
 from tests.gradients.test_contract import EXAMPLES, N, alone, made, replay, rows, trained
 
@@ -192,13 +187,11 @@ def test_transformers(batch_first, norm_first, bias, activation, masked):
 )  # fmt: skip
 def test_gradients_that_are_too_large_to_be_kept_are_made_in_slices(name, monkeypatch):
     monkeypatch.setattr(parameter_sum, "_KEEP_BYTES", 0)
-    for module in (bilinear, parameter_sum):
-        monkeypatch.setattr(module, "SLICE_BYTES", 200)
-    for module in (bilinear, convolution):
-        monkeypatch.setattr(module, "PRODUCTS", 10)
+    monkeypatch.setattr(bilinear, "_SLICE_BYTES", 200)
+    monkeypatch.setattr(bilinear, "_PRODUCT_BYTES", 40)
     monkeypatch.setattr(bilinear, "_CACHED_BYTES", 100)
-    monkeypatch.setattr(convolution, "_PATCHES_PER_CHANNEL", 0)  # convolutions, not products
-    monkeypatch.setattr(convolution, "_ENTRIES", 200)
+    monkeypatch.setattr(bilinear, "_PATCHES_PER_CHANNEL", 0)  # convolutions, not products
+    monkeypatch.setattr(bilinear, "_ENTRIES", 200)
     check(EXAMPLES[name], ("records",) if name == "raw parameters" else ("records", "layers"))
 
 

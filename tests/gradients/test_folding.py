@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.gradients.batches import RowOwners
 from lightning_dp.gradients.bilinear import (
     AbstractForm,
+    Convolution,
     Folding,
     Lookup,
     OuterProduct,
@@ -19,9 +21,7 @@ from lightning_dp.gradients.bilinear import (
     Scale,
     Use,
 )
-from lightning_dp.gradients.convolution import Convolution
 from lightning_dp.gradients.parameter_sum import ParameterGradients
-from lightning_dp.gradients.row_owners import RowOwners
 
 N = 3
 RAGGED = torch.tensor([2, 0, 0, 2, 2, 0, 2])  # the record in the middle has no row

@@ -13,8 +13,15 @@ from torch import Tensor, nn
 from lightning_dp.boundary import AbstractPerSampleGradients, bounded_sum
 from lightning_dp.functional import clip_factors, factor_norms, squared_row_norms
 from lightning_dp.gradients import AbstractGradientEngine, parameter_sum
-from lightning_dp.gradients.bilinear import AbstractForm, Lookup, OuterProduct, Rows, Scale, Use
-from lightning_dp.gradients.convolution import Convolution
+from lightning_dp.gradients.bilinear import (
+    AbstractForm,
+    Convolution,
+    Lookup,
+    OuterProduct,
+    Rows,
+    Scale,
+    Use,
+)
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.gradients.parameter_sum import BookkeptGradients, ParameterGradients
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp._generators import RandomState
-from lightning_dp.gradients import RecordPasses, UnsupportedModelError
+from lightning_dp._refusals import RefusedRun
+from lightning_dp.gradients import RecordPasses
 from lightning_dp.gradients.one_by_one import OneByOne
 
 
@@ -43,7 +44,7 @@ def test_raw_gradients_reach_nobody():
 def test_nothing_is_taken_without_a_backward_pass():
     engine = OneByOne()
     engine.attach(nn.Module(), list(nn.Linear(2, 2).parameters()))
-    with pytest.raises(UnsupportedModelError, match="no backward pass"):
+    with pytest.raises(RefusedRun, match=r"backward\(\) must come before take"):
         engine.take(1.0)
 
 

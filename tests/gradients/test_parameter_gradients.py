@@ -10,10 +10,8 @@ from torch import Tensor, nn
 
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.functional import parts_of
-from lightning_dp.gradients import UnsupportedModelError, parameter_sum
-from lightning_dp.gradients import convolution as convolutions
-from lightning_dp.gradients.bilinear import Lookup, OuterProduct, Rows, Scale, Use
-from lightning_dp.gradients.convolution import Convolution
+from lightning_dp.gradients import UnsupportedModelError, bilinear, parameter_sum
+from lightning_dp.gradients.bilinear import Convolution, Lookup, OuterProduct, Rows, Scale, Use
 from lightning_dp.gradients.layer_calls import LayerCalls
 from lightning_dp.gradients.parameter_sum import ParameterGradients, check_sum, plain_gradients
 from lightning_dp.gradients.rules import RULES
@@ -90,7 +88,8 @@ def test_norms_of_wide_layers_are_not_too_small():
 
 
 def kept_bytes(engine: LayerCalls) -> int:
-    tensors = [part for each in engine._sums._of.values() for c in each.uses for part in (c.v, c.u)]
+    found = engine.take(1.0)._gradients
+    tensors = [part for each in found for use in each.uses for part in (use.v, use.u)]
     return sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
@@ -220,7 +219,7 @@ def test_a_gradient_and_a_product_that_cancel_stay_within_their_bound():
 @pytest.mark.parametrize("bound", [0, 1 << 40], ids=["convolutions", "products"])
 def test_both_ways_to_the_rows_of_a_convolution(kind, size, options, frames, bound, monkeypatch):
     """Each gives each record's gradient, its norm and the weighted sum."""
-    monkeypatch.setattr(convolutions, "_PATCHES_PER_CHANNEL", bound)
+    monkeypatch.setattr(bilinear, "_PATCHES_PER_CHANNEL", bound)
     layer = kind(2, 3, bias=False, **options).double()
     n = 5
     v = torch.randn(n, frames, 2, *size, dtype=torch.float64)
