@@ -129,6 +129,41 @@ def _negative_log(
         return recorder.sample(total / counts)
 
 
+def _embedding_bag(
+    recorder: CallRecorder,
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    """Add up the rows of bags of one length, input (b, L), or of one bag, as a lookup and a sum."""
+    is_changed = max_norm is not None or scale_grad_by_freq or sparse or mode == "max"
+    has_one = input.dim() == 1 and offsets is not None and offsets.shape == (1,)
+    if is_changed or include_last_offset or not (has_one or (input.dim() == 2 and offsets is None)):
+        return NotImplemented
+    with recorder:
+        if has_one:
+            input, shares = input.unsqueeze(0), per_sample_weights
+            per_sample_weights = None if shares is None else shares.unsqueeze(0)
+        found, count = F.embedding(input, weight), None
+        if padding_idx is not None:
+            is_padding = input == padding_idx % len(weight)
+            found = found.masked_fill(is_padding.unsqueeze(2), 0.0)
+            count = (~is_padding).sum(1, keepdim=True).clamp(min=1)
+        if per_sample_weights is not None:
+            found = found * per_sample_weights.unsqueeze(2)
+        if mode == "sum":
+            return found.sum(1)
+        return found.mean(1) if count is None else found.sum(1) / count
+
+
 # -- recurrent layers ------------------------------------------------------------------------------
 
 # The hidden state, shape (B, width), and that of the cell in an LSTM.
@@ -156,6 +191,23 @@ def _rnn_tanh(x: Tensor, h: Tensor, state: State) -> State:
 
 def _rnn_relu(x: Tensor, h: Tensor, state: State) -> State:
     return ((x + h).relu(),)
+
+
+def _cell(
+    step: Step,
+    recorder: CallRecorder,
+    x: Tensor,
+    state: Any,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Any:
+    """Call one step, x (b, features), of a model that has the loop over time itself."""
+    before = tuple(state) if isinstance(state, list | tuple) else (state,)
+    with recorder:
+        after = step(F.linear(x, w_ih, b_ih), F.linear(before[0], w_hh, b_hh), before)
+    return after if len(after) > 1 else after[0]
 
 
 @dataclass(frozen=True)
@@ -450,6 +502,11 @@ COMPOSITES: Mapping[str, Callable[..., Any]] = {
     "multi_head_attention_forward": _multi_head_attention,
     "cross_entropy": partial(_negative_log, F.cross_entropy),
     "nll_loss": partial(_negative_log, F.nll_loss),
+    "embedding_bag": _embedding_bag,
+    "lstm_cell": partial(_cell, _lstm),
+    "gru_cell": partial(_cell, _gru),
+    "rnn_tanh_cell": partial(_cell, _rnn_tanh),
+    "rnn_relu_cell": partial(_cell, _rnn_relu),
     **_RECURRENT,
 }
 """By the name of a function of torch."""

@@ -118,6 +118,27 @@ def test_embeddings(rows_of_table, length, padding):
     check(Example(make, batch), ("records", "layers", "ghost"))
 
 
+@FEW
+@given(
+    st.sampled_from(["sum", "mean", "max"]), st.sampled_from([None, 0, -2]), st.integers(1, 6),
+    st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_bags(mode, padding, length, weighted, is_long):
+    def forward(m: Net, x: Tensor) -> Tensor:
+        offsets = torch.arange(0, x.numel(), x.shape[1]) if is_long else None
+        x = x.flatten() if is_long else x
+        weights = m.gain[x] if weighted and mode == "sum" else None
+        return m.head(m.bag(x, offsets, weights))
+
+    parts = {
+        "bag": lambda: nn.EmbeddingBag(7, 6, mode=mode, padding_idx=padding),
+        "gain": lambda: nn.Parameter(torch.randn(7)),
+        "head": lambda: nn.Linear(6, 3),
+    }
+    batch = lambda n: {"x": torch.randint(7, (n, length)), "y": torch.arange(n) % 3}  # noqa: E731
+    check(Example(net(forward, **parts), batch), ("records", "one_by_one"))
+
+
 @settings(FEW, max_examples=25)
 @given(st.data())
 def test_multi_head_attention(data):
