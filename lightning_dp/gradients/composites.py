@@ -74,11 +74,25 @@ def _attention(
     return recorder.sample(out)
 
 
+def _in_projections(
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Return what torch does, for self-attention without its copy."""
+    if q is k and k is v:
+        return F.linear(q, w, b).chunk(3, -1)
+    found: tuple[Tensor, ...] = vars(F)["_in_projection_packed"](q, k, v, w, b)
+    return found
+
+
 # The code of torch, which calls linear layers and fused attention, without the first look of whether
 # somebody sees its calls: it would hand itself over again.
 _torch_multi_head_attention = FunctionType(
     F.multi_head_attention_forward.__code__,
-    {**vars(F), "has_torch_function": lambda _: False},
+    {
+        **vars(F),
+        "has_torch_function": lambda _: False,
+        "_in_projection_packed": _in_projections,
+    },
     argdefs=F.multi_head_attention_forward.__defaults__,
 )
 
