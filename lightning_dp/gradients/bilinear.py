@@ -312,17 +312,11 @@ def above_rounding(squares: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tens
 
 @dataclass(frozen=True)
 class _Scaled:
-    """A factor of inner products, with each record's part over a unit so that they stay in range.
+    """A factor of inner products, with each record's part over a unit so that they stay in range."""
 
-    Args:
-        tensor: records first, over the units.
-        units: float64, shape (n,); on the host if the device has no float64.
-        norms: of the records' parts as they were, as the units.
-    """
-
-    tensor: Tensor
-    units: Tensor
-    norms: Tensor
+    tensor: Tensor  # records first, over the units
+    units: Tensor  # float64, shape (n,); on the host if the device has no float64
+    norms: Tensor  # of the records' parts as they were, as the units
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Scaled:

@@ -226,24 +226,14 @@ def _cell(
 
 @dataclass(frozen=True)
 class _Layer:
-    """One direction of one layer.
-
-    Args:
-        recorder: of its calls.
-        step: of its kind.
-        inputs: what the inputs of all steps are multiplied with.
-        hidden: the same for hidden states.
-        projection: the same for what an LSTM gives out; None without.
-        values: weights and biases of the three, cut off from their graphs.
-        reverse: True if it runs from the last step to the first.
-    """
+    """One direction of one recurrent layer."""
 
     recorder: CallRecorder
     step: Step
-    inputs: FunctionLayer
+    inputs: FunctionLayer  # what the inputs of all steps are multiplied with
     hidden: FunctionLayer
-    projection: FunctionLayer | None
-    values: Sequence[Sequence[Tensor | None]]
+    projection: FunctionLayer | None  # of what an LSTM gives out
+    values: Sequence[Sequence[Tensor | None]]  # weights and biases of the three, cut off
     reverse: bool
 
     def __call__(

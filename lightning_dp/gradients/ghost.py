@@ -138,14 +138,7 @@ class _SavedInputs(KeptInputs):
 
 
 class _Passes:
-    """Backward passes through one graph, which hand each parameter's gradients over when they are whole.
-
-    Args:
-        recorder: of the calls.
-        params: the trained parameters.
-        loss: whose graph it is.
-        calls: of layers, that the loss depends on.
-    """
+    """Backward passes through one graph, which hand over each parameter's gradients when whole."""
 
     def __init__(
         self,
@@ -162,12 +155,7 @@ class _Passes:
         self._is_first = True
 
     def run(self, done: Done, *, keep: bool) -> None:
-        """Go back once.
-
-        Args:
-            done: is handed the gradients.
-            keep: the graph is needed once more; else it is free where the pass has been.
-        """
+        """Go back once; without ``keep`` the graph is free where the pass has been."""
         if self._graph is None:
             raise RefusedRun(
                 "The gradients were summed already; their graph is free.", topic="out-of-order"

@@ -249,11 +249,7 @@ def _used_by_a_call(layer: nn.Module) -> list[int]:
 def _rules_of_layers(
     module: nn.Module, trained: Collection[int], units: bool
 ) -> dict[nn.Module, Rule | None]:
-    """Return the layers whose calls use trained parameters, with their rules; None for shards.
-
-    Raises:
-        UnsupportedModelError: naming a layer of which none is known, and the cure.
-    """
+    """Return the layers whose calls use trained parameters, with their rules; None for shards."""
     found: dict[nn.Module, Rule | None] = {}
     for name, layer in module.named_modules():
         if not any(id(param) in trained for param in layer.parameters()):

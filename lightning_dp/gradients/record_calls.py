@@ -156,9 +156,7 @@ _LATER = (
 class DifferentPaths(BaseException):
     """Samples would take different branches; no error, so that no ``except Exception`` catches it.
 
-    Args:
-        labels: for each sample of the group, the number of its branch.
-        are_numbers: they differ in numbers that left torch, as by ``.item()``.
+    The labels are the number of each sample's branch; ``are_numbers`` if what left torch differs.
     """
 
     def __init__(self, labels: Sequence[int], *, are_numbers: bool = False) -> None:

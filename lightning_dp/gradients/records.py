@@ -57,19 +57,12 @@ _LEFT = (
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Samples that took the same path.
+    """Samples that took the same path."""
 
-    Args:
-        places: of them in the batch.
-        calls: that they made.
-        losses: of each, shape (k,); None if their step gave none.
-        output: of ``training_step``, with rows in the places of what one sample sees.
-    """
-
-    places: Tensor
+    places: Tensor  # of them in the batch
     calls: list[Call]
-    losses: Tensor | None
-    output: Any
+    losses: Tensor | None  # of each, shape (k,); None if their step gave none
+    output: Any  # of training_step, with rows in the places of what one sample sees
 
 
 # Runs samples together, which are in these places of the batch.
@@ -250,15 +243,7 @@ class Records(AbstractGradientEngine):
         keep_graph: bool = False,
         along: bool = False,
     ) -> None:
-        """Go back to the calls of all groups at once.
-
-        Args:
-            loss: of all samples.
-            sums: of each group.
-            params: the trained parameters, as they are in the graph.
-            keep_graph: as for :func:`go_back`.
-            along: as for :func:`go_back`.
-        """
+        """Go back to the calls of all groups at once; the parameters are as they are in the graph."""
         groups, self._groups = self._groups, []
         if not groups:
             raise RefusedRun("Records.run() must come before backward().", topic="out-of-order")
@@ -279,13 +264,7 @@ class Records(AbstractGradientEngine):
     def _refuse_missed(
         self, loss: Tensor, found: Sequence[Tensor | None], calls: Collection[Any]
     ) -> None:
-        """Refuse parameters that have a gradient by themselves, and calls that got none.
-
-        Args:
-            loss: of all samples.
-            found: the gradients of the parameters: where there is one, they met samples unseen.
-            calls: the graph nodes of those that no gradient came to.
-        """
+        """Refuse parameters that have a gradient by themselves, and calls that got none."""
         pairs = zip(self._params, found, strict=True)
         missed = [self._names[id(param)] for param, each in pairs if each is not None]
         if missed:
