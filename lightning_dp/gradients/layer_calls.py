@@ -21,7 +21,6 @@ from lightning_dp.gradients.base import (
     UnsupportedModelError,
     as_unsupported,
     refuse_complex,
-    refuse_special,
     refuse_without_records,
 )
 from lightning_dp.gradients.batches import folding_in_force
@@ -30,7 +29,7 @@ from lightning_dp.gradients.graph import Survey, changes_order, survey
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.parameter_sum import ScratchPool
 from lightning_dp.gradients.rules import Rule, own_parameters, refuse_options, rule_of
-from lightning_dp.gradients.sharded import WholeParameters, is_unit, refuse_other_shards, unit_rule
+from lightning_dp.gradients.sharded import WholeParameters, is_unit, unit_rule
 
 __all__ = ["AbstractLayerEngine", "LayerCalls", "Recorder"]
 
@@ -63,8 +62,6 @@ class Recorder:
         *,
         units: bool = False,
     ) -> None:
-        refuse_other_shards(module, params)
-        refuse_special(module, params)
         refuse_complex(module, params)
         self.whole = WholeParameters(module)
         """The parameters that stand in the places of sharded ones."""

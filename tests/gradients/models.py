@@ -390,12 +390,6 @@ EXAMPLES: Mapping[str, Example] = {
         of(lambda: nn.Conv2d(2, 4, 3, padding=1), lambda: nn.GroupNorm(2, 4), nn.ReLU,
            lambda: nn.Conv2d(4, 4, 3, stride=2, groups=2, bias=False)), by=ALL,
     ),
-    "conv1d": on_images(lambda: nn.Conv1d(2, 4, 3, stride=2, padding=1), 9),
-    "conv3d": on_images(lambda: nn.Conv3d(2, 3, 2, padding=1), 4, 3, 5),
-    "conv same": on_images(lambda: nn.Conv2d(2, 3, (2, 3), padding="same"), 5, 5),
-    "conv circular": on_images(
-        lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
-                               by=LAYERS),
     "conv transposed": on_images(lambda: nn.ConvTranspose2d(2, 4, 3), by=HOOKED),
     "conv on small maps": on_images(of(lambda: nn.Conv2d(2, 40, (1, 2)), nn.Tanh,
                                        lambda: nn.Conv2d(40, 36, (3, 2), padding=(1, 0))), 4, 4),

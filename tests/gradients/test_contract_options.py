@@ -139,7 +139,7 @@ def test_bags(mode, padding, length, weighted, is_long):
     check(Example(net(forward, **parts), batch), ("records", "one_by_one"))
 
 
-@settings(FEW, max_examples=25)
+@FEW
 @given(st.data())
 def test_multi_head_attention(data):
     flag = lambda: data.draw(st.booleans())  # noqa: E731
@@ -180,7 +180,7 @@ def test_multi_head_attention(data):
     check(example, ("records", "one_by_one"))
 
 
-@settings(FEW, max_examples=8)
+@settings(FEW, max_examples=5)
 @given(
     st.booleans(), st.booleans(), st.booleans(), st.sampled_from(["relu", "gelu"]), st.booleans()
 )

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.batches import RowOwners
 from lightning_dp.gradients.bilinear import (
     AbstractForm,
@@ -122,12 +121,6 @@ def test_combinations_of_close_points_keep_their_digits(form):
     exact = slow(use, owners, shape) - slow(near, owners, shape)
     found = reduce(torch.add, (c.form.rows(c.v, c.u) for c in both.uses)).double()
     assert (found - exact).norm() <= 1e-4 * exact.norm()
-
-
-def test_another_number_of_rows_is_refused():
-    for rows in (len(RAGGED) + 1, len(RAGGED) - 1):
-        with pytest.raises(UnsupportedModelError, match="another number of rows"):
-            RowOwners(N, RAGGED)(torch.ones(rows, 2))
 
 
 def test_no_record_at_all():

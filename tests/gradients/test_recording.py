@@ -63,13 +63,6 @@ def test_uses_outside_of_layers_are_refused_by_name(parts, oracle):
     parts.refuses(loss, "one.weight")
 
 
-def test_branches_and_residuals_are_no_second_use(parts, oracle):
-    one, x = parts.net["one"], torch.randn(oracle.records, 6)
-    y = one(x)
-    parts.engine.backward(oracle.mean_loss(y + torch.tanh(y) * y + one(y)))
-    assert parts.engine.take(1.0).count == oracle.records
-
-
 def test_an_overwritten_input_is_refused(parts, oracle):
     one, two = parts.net["one"], parts.net["two"]
     x = torch.randn(oracle.records, 6)

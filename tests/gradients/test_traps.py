@@ -307,13 +307,3 @@ def test_layers_that_normalise_over_the_batch_are_refused_by_type(layer):
     """Of one image such a layer has statistics, so that no run tells."""
     with pytest.raises(MisconfigurationError, match=r"\['1'\] normalise over the batch"):
         check_model(nn.Sequential(nn.Linear(6, 6), layer))
-
-
-def test_frozen_in_eval_they_train():
-    def layer() -> nn.Module:
-        norm = nn.BatchNorm1d(6).requires_grad_(False)
-        norm(torch.randn(9, 6))
-        return norm.eval()
-
-    for engine in ("records", "layers", "ghost", "one_by_one"):
-        check_right(hidden(lambda m, y: m.layer(y).tanh(), layer=layer), engine)
