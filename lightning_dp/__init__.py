@@ -65,7 +65,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from lightning_dp.callbacks import DifferentialPrivacy
     from lightning_dp.config import PrivacyConfig
     from lightning_dp.estimators import AbstractEstimator, CubicNewton, Diff2, MeanGradient, Storm
-    from lightning_dp.gradients.row_owners import rows_of_records
+    from lightning_dp.gradients.batches import rows_of_records
     from lightning_dp.losses import losses_of_records
     from lightning_dp.postprocessing import AbstractPostProcessor, LaplacianSmoothing, Momentum
     from lightning_dp.sampling import AbstractSampling, BatchPlan, FullBatch, Poisson
@@ -93,7 +93,7 @@ else:
         "postprocessing",
         "config",
         "callbacks",
-        "gradients.row_owners",
+        "gradients.batches",
         "_fix",
         "losses",
         modules=_MODULES,
