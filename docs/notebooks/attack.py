@@ -184,7 +184,7 @@ print(f"claimed: ε = {epsilon_text(honest.epsilon)}, shown: ε >= {mistaken.low
 assert mistaken.lower_bound > honest.epsilon
 
 # %% [markdown]
-# The claim is refuted. [Auditing](../auditing.md) does this with your model and your data loader. An
+# The claim is refuted. [Auditing](../isolation.md#audit-a-run) does this with your model and your data loader. An
 # audit is one more training on the records, so use public ones, or count it.
 #
 # ## What ε does not promise
