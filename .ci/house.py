@@ -153,7 +153,7 @@ def main() -> None:
     for module in (
         "lightning_dp.callbacks",
         "lightning_dp.accounting",
-        "lightning_dp.report.command",
+        "lightning_dp.report.__main__",
     ):
         modules, seconds = output_of(IMPORTS.format(module=module)).split()
         print(f"import {module:32} {modules} modules, {seconds} s above Lightning's")

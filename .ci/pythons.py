@@ -35,11 +35,12 @@ OLDEST = {  # a test compares them with pyproject.toml
     "numpy": "1.26.0",
     "scipy": "1.11.1",
     "filelock": "3.12.0",
+    "jinja2": "3.1.0",
 }
 SHOWN = ("torch", "lightning", "opacus", "numpy")
 _IMPORT_ALL = """
 import importlib, pkgutil, lightning_dp, lightning_dp.callbacks
-skipped = ("lightning_dp.federated.flower", "lightning_dp.testing")  # they need Flower
+skipped = "lightning_dp.federated.flower"  # it needs Flower
 names = [m.name for m in pkgutil.walk_packages(lightning_dp.__path__, "lightning_dp.")]
 for name in names:
     if not name.startswith(skipped) and not name.endswith("__main__"):

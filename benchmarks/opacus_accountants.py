@@ -8,11 +8,11 @@ from typing import Any
 
 from scipy.optimize import brentq
 
+from lightning_dp._validate import not_negative
 from lightning_dp.accounting.base import (
     AbstractAccountant,
     Relation,
     check_delta,
-    check_epsilon,
     check_relation,
 )
 from lightning_dp.accounting.events import History
@@ -132,7 +132,7 @@ def _delta_by_search(
     accountant: AbstractAccountant, history: History, epsilon: float, relation: Relation
 ) -> float:
     """The least delta in [1e-12, 0.9] whose epsilon is at most ``epsilon``, rounded up, else 1."""
-    epsilon = check_epsilon(epsilon)
+    epsilon = not_negative("epsilon", epsilon)
     check_relation(relation)
     steps = merge(history)
     if steps.counts.size == 0:

@@ -1,4 +1,4 @@
-"""Doors to private training, and all that users see of a run: callbacks of a Lightning Trainer.
+"""Lightning callbacks and strategies for private training.
 
 Installed as ``lightning_dp.callbacks``. The two strategies, which bring all that trains, are imported
 when they are first asked for, by class or by the names that Lightning registers for them.

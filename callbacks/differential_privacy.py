@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_dp.about import About
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.base import AbstractAccountant, Relation
-from lightning_dp.accounting.external import AbstractExternal
+from lightning_dp.accounting.events import AbstractExternal
 from lightning_dp.callbacks.privacy_advice import PrivacyAdvice
 from lightning_dp.callbacks.privacy_logger import PrivacyLogger
 from lightning_dp.callbacks.privacy_report_files import PrivacyReportFiles

@@ -40,7 +40,7 @@ def hyperparameters(run: PrivateRun) -> dict[str, Any]:
     }
     if run.setting is not None:
         values["planned_steps"] = run.setting.steps
-        values["noise_length"] = run.setting.noise_length
+        values["noise_norm"] = run.setting.noise_norm
     return {
         name: value
         for name, value in values.items()

@@ -1,4 +1,4 @@
-"""A short block before the first step, and words after the last where there is something to say."""
+"""A short block of advice before the first step, and a judgement after the last."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ __all__ = ["PrivacyAdvice"]
 
 
 class PrivacyAdvice(PrivacyCallback):
-    """Says what noise and batches mean for learning, and what the releases tell of it.
+    """Prints what noise and batches mean for learning, before the first step and after the last.
 
-    All from public numbers and releases, so it costs no privacy. Nothing in a ``fast_dev_run``, for
-    ``advice=False``, or of a run that was voided.
+    All from public numbers and releases, so it costs no privacy. Nothing is printed in a
+    ``fast_dev_run``, for ``advice=False``, or for a run that was voided.
 
     :class:`DifferentialPrivacy` and the private strategies bring one along.
     """
 
     def on_privacy_start(self, trainer: Trainer, run: PrivateRun, folder: Path) -> None:
-        from lightning_dp.advice import before
+        from lightning_dp.plan.advice import before
 
         if _is_wanted(trainer, run) and run.setting is not None:
-            _say(before(run.setting))
+            _print(before(run.setting))
 
     def on_privacy_end(self, trainer: Trainer, run: PrivateRun) -> None:
-        from lightning_dp.advice import after
+        from lightning_dp.plan.advice import after
 
+        signal = run.signal
         if not _is_wanted(trainer, run) or run.voided is not None:
             return
-        signal = run.signal
         if run.setting is not None and signal is not None:
-            _say(after(run.setting, signal))
+            _print(after(run.setting, signal))
 
 
 def _is_wanted(trainer: Trainer, run: PrivateRun) -> bool:
     return run.config.advice and not trainer.fast_dev_run  # type: ignore[attr-defined]
 
 
-def _say(sentences: list[str]) -> None:
+def _print(sentences: list[str]) -> None:
     if sentences:
-        rank_zero_info("\n  ".join(["privacy advice:", *sentences]))
+        rank_zero_info("\n  ".join([f"privacy advice: {sentences[0]}", *sentences[1:]]))

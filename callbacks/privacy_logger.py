@@ -34,9 +34,9 @@ class PrivacyLogger(PrivacyCallback):
     At the steps to log, loggers also get, from public numbers and releases alone:
 
     - ``privacy/sample_rate``, ``privacy/expected_batch_size``: q and B = qN of the step;
-    - ``privacy/clip_norm``: C of the setting; ``privacy/noise_length``: z·C·√d / B, the length of the
+    - ``privacy/clip_norm``: C of the setting; ``privacy/noise_norm``: z·C·√d / B, the norm of the
       noise in the mean gradient;
-    - ``privacy/signal_ratio``: the estimated length of the gradient over that of the noise, over the last
+    - ``privacy/signal_ratio``: the estimated norm of the gradient over that of the noise, over the last
       50 steps or more; 0 where noise hides it. It may stay far below 1 in a large model that learns;
     - ``privacy/share_clipped``: with ``count_clipped=True``, the noised share of clipped records;
     - ``privacy/steps_left``: of the plan, as far as the budget affords them.
@@ -112,12 +112,12 @@ def _of_noise(run: PrivateRun) -> dict[str, float]:
         "sample_rate": rate,
         "expected_batch_size": rate * setting.num_records,
         "clip_norm": setting.clip_norm,
-        "noise_length": setting.noise_length,
+        "noise_norm": setting.noise_norm,
         "steps_left": run.remaining_steps,
     }
     if signal is not None and signal.whole.steps:
         recent = signal.recent(_WINDOW)
-        metrics["noise_length"] = signal.recent(1).noise_length
+        metrics["noise_norm"] = signal.recent(1).noise_norm
         metrics["signal_ratio"] = recent.signal_ratio
         if recent.share_clipped is not None:
             metrics["share_clipped"] = recent.share_clipped[0]

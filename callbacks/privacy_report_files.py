@@ -1,4 +1,4 @@
-"""The report files of a fit, and the line that says how it ended."""
+"""The report files of a fit, and the line at its end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PrivacyReportFiles(PrivacyCallback):
       also by the budget, an exception or Ctrl-C. Nothing in a ``fast_dev_run``, which leaves no
       checkpoints and logs either.
     - By the lead process only, and only if steps were charged.
-    - A file that cannot be written ends no training: a warning says it.
+    - A file that cannot be written ends no training: there is a warning.
 
     :class:`DifferentialPrivacy` and the private strategies bring one along.
     """
@@ -59,12 +59,12 @@ class PrivacyReportFiles(PrivacyCallback):
         self._finish(run)
 
     def _finish(self, run: PrivateRun) -> str | None:
-        """Write the last report and say how the fit ended, once; return what went wrong."""
+        """Write the last report and print how the fit ended, once; return the failure."""
         if not self._is_open or not run.steps:
             return None
         self._is_open = False
         if run.voided is not None:
-            return None  # the error says it; nothing is written after it
+            return None  # the error is printed; nothing is written after it
 
         from lightning_dp.report.of_run import report
         from lightning_dp.strategies.totals import at_end
@@ -78,7 +78,7 @@ class PrivacyReportFiles(PrivacyCallback):
         return failure
 
     def _write(self, content: PrivacyReport, *, is_over: bool) -> tuple[Path | None, str | None]:
-        """Return the file that was written, and what went wrong."""
+        """Return the file that was written, and the failure."""
         from lightning_dp.report.files import write_report
 
         if self._folder is None:

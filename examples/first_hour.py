@@ -164,8 +164,8 @@ def said() -> Iterator[list[str]]:
 
 
 def advised(words: str) -> Settings:
-    """Read the last line "try: batch_size=1024 (...), max_epochs=8, learning rate 0.007"."""
-    found = re.findall(r"try: batch_size=(\d+).*max_epochs=(\d+).*learning rate ([\d.e-]+)", words)
+    """Read the line "try: batch_size=1024 (...), max_epochs=8; lr=0.007 for Adam ..."."""
+    found = re.findall(r"try: batch_size=(\d+).*max_epochs=(\d+).*; lr=([\d.e-]+)", words)
     if not found:
         raise SystemExit("The tool gave no advice that could be followed.")
     batch_size, epochs, lr = found[-1]

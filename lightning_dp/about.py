@@ -11,20 +11,22 @@ __all__ = ["About"]
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """The words that only you know, printed in the report as you state them and checked by nobody.
+    """The user's words about the data, printed in the report as stated and unchecked.
 
     They change nothing in the training, and a resumed run may state others.
 
     Args:
-        data_set: name of the training data and, if it has several, its version.
+        data_set: name of the training data and, if it has several, its version. Journals of other
+            trainings are added up with this one only under the same name; without one, if the
+            number of records is the same.
         record: the meaning of one record outside of the program ("one visit of a patient"). Without
-            it the report says that a record is one row, and no person.
+            it the report counts one row as a record.
         controller: who is responsible for the data.
         trained_by: who made the training, if that is somebody else.
 
     Raises:
         ValueError: if a text is empty or has several lines.
-        TypeError: if one is no text.
+        TypeError: if one is not a string.
 
     Example:
         >>> About(data_set="MNIST, training part", record="one picture of a digit").to_dict()

@@ -26,7 +26,7 @@ from lightning_dp._validate import (
 )
 from lightning_dp.about import About
 from lightning_dp.accounting.base import LEAST_EPSILON, AbstractAccountant, Relation
-from lightning_dp.accounting.external import AbstractExternal
+from lightning_dp.accounting.events import AbstractExternal
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.estimators import AbstractEstimator, MeanGradient
 from lightning_dp.postprocessing import AbstractPostProcessor

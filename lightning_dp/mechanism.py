@@ -27,8 +27,8 @@ from lightning_dp.boundary import (
 from lightning_dp.estimators.driver import Driver
 from lightning_dp.functional import brought_to, number_of_entries
 from lightning_dp.noise_plan import NoisePlan
+from lightning_dp.plan.signal import SignalTracker
 from lightning_dp.postprocessing import AbstractPostProcessor, postprocessed
-from lightning_dp.signal import SignalTracker
 
 __all__ = ["BudgetExhausted", "Mechanism"]
 

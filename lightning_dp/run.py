@@ -25,11 +25,11 @@ from lightning_dp.accounting.pld import PLDAccountant, epsilon_curve
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise_plan import Budget, NoisePlan, costliest_events
+from lightning_dp.plan.signal import Signal, SignalTracker
 from lightning_dp.sampling import BatchPlan
-from lightning_dp.signal import Signal, SignalTracker
 
 if TYPE_CHECKING:
-    from lightning_dp.advice import Setting
+    from lightning_dp.plan.advice import Setting
 
 __all__ = ["PlannedFit", "PrivateRun"]
 
@@ -265,16 +265,16 @@ class PrivateRun:
         Of many distinct steps, those with nearly the same noise count as the one with the least: it
         is for information, and must not take long.
         """
-        from lightning_dp.accounting._grouping import coarse, coarse_pairs
+        from lightning_dp.accounting._grouping import coarse, coarse_steps
 
         mechanism, more = self.mechanism, self.remaining_steps
         if mechanism is None or self.is_adaptive or not math.isfinite(more):
             return None
-        plan, steps = mechanism.plan, range(mechanism.step, mechanism.step + int(more))
+        plan, now = mechanism.plan, mechanism.step
         if plan.is_constant:
-            left: History = [(plan.event(steps.start), len(steps))] if steps else []
+            left: History = [(plan.event(now), int(more))] if more else []
         else:
-            left = coarse_pairs((plan.noise_multiplier(step), plan.rate(step)) for step in steps)
+            left = coarse_steps(plan.steps(now, int(more))).events()
         history = [*coarse(others), *coarse(self.ledger.history()), *mechanism.unasked, *left]
         delta, relation = self.config.target_delta, self.config.relation
         return PLDAccountant().epsilon(history, delta, relation)
@@ -364,6 +364,10 @@ class PrivateRun:
             directory = self.ledger.journal_path.parent  # it exists, so it must know
         if world.is_lead:
             self.ledger.begin(run, directory)
+            if self.batches is not None:
+                about = self.config.about
+                name = None if about is None else about.data_set
+                self.ledger.note_data(self.batches.num_records, name)
         record = world.broadcast(self.ledger.state_dict())
         if not world.is_lead:
             self.ledger.mirror(record)

@@ -22,38 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_dp.accounting._curve import Together
-from lightning_dp.accounting._grid import GridSearch
+from lightning_dp.accounting._grid import CurveSearch, GridSearch
 from lightning_dp.callbacks import DifferentialPrivacy
+from tests.zoo import Classifier
 
 torch.set_num_threads(1)
-
-
-class Classifier(L.LightningModule):
-    """An ordinary LightningModule around any network."""
-
-    def __init__(
-        self,
-        net: nn.Module,
-        optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.SGD(p, lr=0.1),
-    ) -> None:
-        super().__init__()
-        self.net = net
-        self.make_optimizer = optimizer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return nn.functional.cross_entropy(self(x), y)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        self.log("val_loss", nn.functional.cross_entropy(self(x), y))
-
-    def configure_optimizers(self) -> Any:
-        return self.make_optimizer(self.parameters())
 
 
 class Noting(L.LightningModule):
@@ -179,8 +152,7 @@ class Recorded(Dataset[tuple[Tensor, Tensor]]):
 _LONGEST = (
     "tests/devices",
     "tests/package/test_install.py",
-    "tests/strategies/ddp",
-    "tests/strategies/sharded",
+    "tests/strategies/processes",
     "tests/strategies/resume/test_killed.py",
     "tests/audit",
     "tests/models",
@@ -249,7 +221,7 @@ def once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 _ACCOUNTED = (
     (GridSearch, "worst_direction", once(GridSearch.worst_direction)),
-    (Together, "values", once(Together.values)),
+    (CurveSearch, "values", once(CurveSearch.values)),
 )
 
 

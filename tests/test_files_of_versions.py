@@ -21,7 +21,7 @@ from lightning_dp.accounting.events import event_from_dict
 from lightning_dp.accounting.journal import JournalError, read_journal
 from lightning_dp.accounting.release_file import read_release_file
 from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.report.command import main
+from lightning_dp.report.__main__ import main
 from lightning_dp.report.files import read_report
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -70,14 +70,14 @@ def edit_line(path: Path, number: int, change: Callable[[Any], object]) -> None:
     path.write_bytes(b"\n".join(lines))
 
 
-def test_the_present_version_has_its_files(of: Written) -> None:
+def test_the_present_version_has_its_files(of):
     cure = (
         "copy made_by.py of the latest folder in tests/fixtures into one of that name, and run it"
     )
     assert version("lightning-dp") in VERSIONS, cure
 
 
-def test_a_checkpoint_resumes(of: Written) -> None:
+def test_a_checkpoint_resumes(of):
     events = read_journal(of.one("*.journal"))[1].history()
 
     trainer, privacy = of.by.fit(of.folder, of.by.STEPS + 2, of.one("run.ckpt"))
@@ -88,7 +88,7 @@ def test_a_checkpoint_resumes(of: Written) -> None:
     assert privacy.epsilon == pytest.approx(PLDAccountant().epsilon(spent, 1e-5))
 
 
-def test_fields_of_a_checkpoint_have_defaults(of: Written) -> None:
+def test_fields_of_a_checkpoint_have_defaults(of):
     path = of.one("run.ckpt")
     edit_record(path, lambda record: record["config"].pop("sampling"))
     edit_record(path, lambda record: record["config"]["estimator"].pop("split"))
@@ -105,9 +105,7 @@ def test_fields_of_a_checkpoint_have_defaults(of: Written) -> None:
         ("Diff2", ("config", "estimator")),
     ],
 )
-def test_an_unknown_field_of_a_checkpoint_is_refused_by_its_name(
-    of: Written, of_what: str, within: tuple[str, ...]
-) -> None:
+def test_an_unknown_field_of_a_checkpoint_is_refused_by_its_name(of, of_what, within):
     path = of.one("run.ckpt")
     edit_record(path, lambda record: functools.reduce(getitem, within, record).update(more=1))
 
@@ -115,9 +113,7 @@ def test_an_unknown_field_of_a_checkpoint_is_refused_by_its_name(
         of.by.fit(of.folder, of.by.STEPS + 1, path)
 
 
-def test_a_ledger_of_a_later_version_is_refused_also_by_the_command(
-    of: Written, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_ledger_of_a_later_version_is_refused_also_by_the_command(of, capsys):
     path = of.one("run.ckpt")
     edit_record(path, lambda record: record["ledger"].update(more=1))
 
@@ -128,7 +124,7 @@ def test_a_ledger_of_a_later_version_is_refused_also_by_the_command(
     assert "unknown field 'more'" in capsys.readouterr().err
 
 
-def test_the_command_finds_that_all_agrees(of: Written, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_finds_that_all_agrees(of, capsys):
     assert main([str(of.folder), "--delta", "1e-5", "--json"]) == 0
 
     found = json.loads(capsys.readouterr().out)
@@ -136,7 +132,7 @@ def test_the_command_finds_that_all_agrees(of: Written, capsys: pytest.CaptureFi
     assert [each["steps"] for each in found["journals"]] == [of.by.MADE]
 
 
-def test_a_report_reads_back(of: Written) -> None:
+def test_a_report_reads_back(of):
     path = of.one("privacy_report-*.json")
     report = read_report(path)
     assert report.steps == of.by.STEPS and report.private
@@ -151,7 +147,7 @@ def test_a_report_reads_back(of: Written) -> None:
         read_report(path)
 
 
-def test_events_read_back(of: Written) -> None:
+def test_events_read_back(of):
     written = json.loads(of.one("events.json").read_text("utf-8"))
     written = [each for each in written if each["event"] != "RepeatAndSelect"]  # see below
     assert [event_from_dict(each) for each in written] == list(of.by.EVENTS)
@@ -160,7 +156,7 @@ def test_events_read_back(of: Written) -> None:
             event_from_dict({**each, "more": 1})
 
 
-def test_an_event_without_a_reader_is_refused_by_its_name_wherever_it_is(of: Written) -> None:
+def test_an_event_without_a_reader_is_refused_by_its_name_wherever_it_is(of):
     written = json.loads(of.one("events.json").read_text("utf-8"))
     (gone,) = (each for each in written if each["event"] == "RepeatAndSelect")
     named = r"RepeatAndSelect.*ApproximateDP"
@@ -188,7 +184,7 @@ def test_an_event_without_a_reader_is_refused_by_its_name_wherever_it_is(of: Wri
         main([str(journal), "--delta", "1e-5"])
 
 
-def test_a_journal_reads_back(of: Written) -> None:
+def test_a_journal_reads_back(of):
     path = of.one("*.journal")
     ledger_id, charges = read_journal(path)
     assert (ledger_id, charges.steps) == (path.stem, of.by.STEPS)
@@ -199,7 +195,7 @@ def test_a_journal_reads_back(of: Written) -> None:
         read_journal(path)
 
 
-def test_a_federation_goes_on(of: Written) -> None:
+def test_a_federation_goes_on(of):
     folder = of.folder / "federated"
     state = torch.load(folder / "server.pt", weights_only=True)
     server, client = of.by.server(), of.by.client(folder)
@@ -216,7 +212,7 @@ def test_a_federation_goes_on(of: Written) -> None:
         of.by.server().load_state_dict(state)
 
 
-def test_a_release_file_reads_back(of: Written) -> None:
+def test_a_release_file_reads_back(of):
     (path,) = (of.folder / "federated").glob("*.release")
     progress, kept, _ = read_release_file(path)
     assert (progress.run, progress.charged) == ("trial", of.by.MADE)

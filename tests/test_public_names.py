@@ -55,27 +55,26 @@ NAMES = [(home, name) for home, names in PUBLIC.items() for name in names.split(
 AGAIN = {("lightning_dp.callbacks", "DifferentialPrivacy")}  # at home there, and in the root
 
 
-def imported(home: str) -> object:
-    if home == "lightning_dp.federated.flower" and not importlib.util.find_spec("flwr"):
-        pytest.skip("needs lightning-dp[federated] and Python 3.11")
-    return importlib.import_module(home)
+# What needs lightning-dp[federated] and Python 3.11.
+WITHOUT = set() if importlib.util.find_spec("flwr") else {"lightning_dp.federated.flower"}
 
 
-@pytest.mark.parametrize("home", PUBLIC)
-def test_the_list_is_what_the_modules_export(home):
-    assert sorted(imported(home).__all__) == sorted(PUBLIC[home].split())
+def test_the_list_is_what_the_modules_export():
+    for home in PUBLIC.keys() - WITHOUT:
+        assert sorted(importlib.import_module(home).__all__) == sorted(PUBLIC[home].split())
 
 
 def test_there_are_few_enough_names_to_know_them():
     assert 45 <= len(set(NAMES) - AGAIN) <= 85
 
 
-@pytest.mark.parametrize(("home", "name"), NAMES)
-def test_a_public_name_says_what_it_is(home, name):
-    thing = getattr(imported(home), name)
-    text = vars(thing)["__doc__"] if inspect.isclass(thing) else thing.__doc__
-    assert text, "no docstring, or an inherited one"
-    assert not text.startswith(f"{name}("), "a dataclass wrote it itself"
+def test_a_public_name_says_what_it_is():
+    for home, name in NAMES:
+        if home not in WITHOUT:
+            thing = getattr(importlib.import_module(home), name)
+            text = vars(thing)["__doc__"] if inspect.isclass(thing) else thing.__doc__
+            assert text, f"{name}: no docstring, or an inherited one"
+            assert not text.startswith(f"{name}("), "a dataclass wrote it itself"
 
 
 def test_the_api_reference_has_each_of_them_and_no_other():
@@ -86,15 +85,12 @@ def test_the_api_reference_has_each_of_them_and_no_other():
     assert sorted(entries) == sorted(f"{home}.{name}" for home, name in set(NAMES) - AGAIN)
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", *sorted(p.name for p in (ROOT / "docs").glob("*.md"))]
-)
-def test_a_page_shows_public_names_only(page):
-    path = ROOT / page if page == "README.md" else ROOT / "docs" / page
-    code = "".join(re.findall(r"^```python\n(.*?)^```", path.read_text("utf-8"), flags=re.M | re.S))
-    for home, names in re.findall(r"^from (lightning_dp[\w.]*) import (.+)$", code, flags=re.M):
-        if home != "lightning_dp.testing":  # for tests: kept as long as the protocols are
-            assert {(home, name.strip()) for name in names.split(",")} <= set(NAMES)
+def test_pages_show_public_names_only():
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        text = page.read_text("utf-8")
+        code = "".join(re.findall(r"^```python\n(.*?)^```", text, flags=re.M | re.S))
+        for home, names in re.findall(r"^from (lightning_dp[\w.]*) import (.+)$", code, flags=re.M):
+            assert {(home, name.strip()) for name in names.split(",")} <= set(NAMES), page
 
 
 def test_some_page_names_each_of_them():
@@ -103,45 +99,35 @@ def test_some_page_names_each_of_them():
     assert [name for _, name in NAMES if not re.search(rf"\b{name}\b", text)] == []
 
 
-def loaded_by(code: str) -> set[str]:
-    """The top-level modules that a fresh interpreter has loaded after running ``code``."""
-    report = "import sys; print(*{name.partition('.')[0] for name in sys.modules})"
+STAGES = """
+import sys
+def show(): print(*{name.partition(".")[0] for name in sys.modules})
+import lightning_dp as p; dir(p); show()
+from lightning_dp.accounting import *; epsilon(PoissonGaussian(1.0, 0.01), 1e-5); show()
+from lightning_dp import Diff2, Exponential, FullBatch, Momentum; show()
+p.accounting.epsilon; print(p.__version__); p.metrics.PrivacyBudget; show()
+"""
+
+
+def test_a_name_loads_what_it_needs_only_and_public_modules_need_no_import_of_their_own():
     done = subprocess.run(
-        [sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, check=True
+        [sys.executable, "-c", STAGES], capture_output=True, text=True, check=True
     )
-    return set(done.stdout.split())
-
-
-def test_importing_the_package_loads_neither_torch_nor_lightning():
-    loaded = loaded_by("import lightning_dp; dir(lightning_dp)")
-    assert not loaded & {"torch", "lightning", "pytorch_lightning", "opacus", "flwr", "numpy"}
-
-
-def test_epsilon_is_computed_without_torch():
-    code = "from lightning_dp.accounting import *; epsilon(PoissonGaussian(1.0, 0.01), 1e-5)"
-    loaded = loaded_by(code)
-    assert "scipy" in loaded
-    assert not loaded & {"torch", "lightning", "opacus"}
-
-
-def test_a_name_of_the_root_loads_what_it_needs_only():
-    loaded = loaded_by("from lightning_dp import Diff2, Exponential, FullBatch, Momentum")
-    assert "torch" in loaded
-    assert not loaded & {"lightning", "pytorch_lightning", "opacus", "flwr"}
+    package, accounting, root, version, metrics = map(str.split, done.stdout.splitlines())
+    assert not {"torch", "lightning", "pytorch_lightning", "opacus", "flwr", "numpy"} & {*package}
+    assert "scipy" in accounting and not {"torch", "lightning", "opacus"} & {*accounting}
+    assert "torch" in root
+    assert not {"lightning", "pytorch_lightning", "opacus", "flwr"} & {*root}
+    assert "torchmetrics" in metrics
+    assert version == [lightning_dp.__version__] == [importlib.metadata.version("lightning-dp")]
+    homes = {home.partition(".")[2].partition(".")[0] for home in PUBLIC} - {""}
+    assert homes <= set(dir(lightning_dp))
 
 
 def test_the_callback_can_be_imported_from_the_root():
     names: dict[str, object] = {}
     exec("from lightning_dp import *", names)
     assert names["DifferentialPrivacy"] is lightning_dp.callbacks.DifferentialPrivacy
-
-
-def test_public_modules_and_the_version_need_no_import_of_their_own():
-    code = "import lightning_dp as p; p.accounting.epsilon; print(p.__version__); p.metrics.PrivacyBudget"
-    assert {lightning_dp.__version__, "lightning_dp", "torch"} <= loaded_by(code)
-    assert importlib.metadata.version("lightning-dp") == lightning_dp.__version__
-    homes = {home.partition(".")[2].partition(".")[0] for home in PUBLIC} - {""}
-    assert homes <= set(dir(lightning_dp))
 
 
 def test_a_name_that_is_not_there_is_an_ordinary_error():

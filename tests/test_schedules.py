@@ -6,13 +6,20 @@ import dataclasses
 import math
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from scipy.optimize import minimize
+from torch.utils.data import DataLoader
 
 from lightning_dp import schedules
+from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian
+from lightning_dp.accounting.journal import read_journal
 from lightning_dp.noise_plan import NoisePlan
-from lightning_dp.sampling import Poisson
+from lightning_dp.postprocessing import Momentum
+from lightning_dp.sampling import FullBatch, Poisson
 from lightning_dp.schedules import (
     AbstractSchedule,
     Constant,
@@ -24,6 +31,7 @@ from lightning_dp.schedules import (
     Polynomial,
     StepDecay,
 )
+from tests.zoo import private
 
 # One line for each schedule: the object, and its slow and obvious twin.
 CASES: dict[str, tuple[AbstractSchedule, Callable[[int], float]]] = {
@@ -68,51 +76,22 @@ CASES: dict[str, tuple[AbstractSchedule, Callable[[int], float]]] = {
 STEPS = range(0, 200)
 
 
-@pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest) -> tuple[AbstractSchedule, Callable[[int], float]]:
-    return CASES[request.param]
+@pytest.mark.parametrize("name", CASES)
+def test_every_schedule_keeps_the_contract(name):
+    schedule, twin = CASES[name]
+    values = [schedule(step) for step in STEPS]
 
-
-class TestContract:
-    """The promises of every schedule."""
-
-    def test_it_equals_its_slow_twin(self, case):
-        schedule, twin = case
-        for step in STEPS:
-            assert schedule(step) == pytest.approx(twin(step), rel=1e-9)
-
-    def test_it_is_positive_and_finite_and_a_plain_float(self, case):
-        for step in STEPS:
-            value = case[0](step)
-            assert type(value) is float
-            assert 0 < value < math.inf
-
-    def test_it_is_a_pure_function_of_the_step(self, case):
-        schedule = case[0]
-        forwards = [schedule(step) for step in STEPS]
-        backwards = [schedule(step) for step in reversed(STEPS)]
-        assert forwards == backwards[::-1]
-        assert vars(schedule) == vars(dataclasses.replace(schedule))
-
-    def test_a_resumed_one_goes_on_where_it_was(self, case):
-        """It holds no state: a copy made of its configuration alone says the same."""
-        resumed = pickle.loads(pickle.dumps(case[0]))
-        assert resumed == case[0]
-        assert [resumed(step) for step in STEPS] == [case[0](step) for step in STEPS]
-
-    def test_it_starts_at_1(self, case):
-        """So that the scale of a plan is the noise of its first step."""
-        assert case[0](0) == 1.0
-
-    def test_it_is_frozen_configuration(self, case):
-        schedule = case[0]
-        assert hash(schedule) == hash(dataclasses.replace(schedule))
-        for name in [f.name for f in dataclasses.fields(schedule)] or ["anything"]:
-            with pytest.raises(dataclasses.FrozenInstanceError):
-                setattr(schedule, name, 0)
-
-    def test_its_repr_is_the_call_that_made_it(self, case):
-        assert eval(repr(case[0]), vars(schedules)) == case[0]
+    assert values == pytest.approx([twin(step) for step in STEPS], rel=1e-9)
+    assert all(type(value) is float and 0 < value < math.inf for value in values)
+    assert values[0] == 1.0  # so that the scale of a plan is the noise of its first step
+    # A pure function of the step, whose configuration alone is all that a resumed run needs.
+    assert [schedule(step) for step in reversed(STEPS)] == values[::-1]
+    for copied in (pickle.loads(pickle.dumps(schedule)), eval(repr(schedule), vars(schedules))):
+        assert copied == schedule and hash(copied) == hash(schedule)
+        assert vars(copied) == vars(schedule) and [copied(step) for step in STEPS] == values
+    for field in [f.name for f in dataclasses.fields(schedule)] or ["anything"]:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(schedule, field, 0)
 
 
 def test_every_schedule_is_tested():
@@ -174,3 +153,243 @@ def test_a_plan_names_the_step_at_which_a_growing_schedule_overflows():
     plan = NoisePlan(1.0, Exponential(rate=-1.0), Poisson(), 0.1)
     with pytest.raises(ValueError, match="gives inf at step 5000"):
         plan.noise_multiplier(5000)
+
+
+# -- the schedules of a paper against brute force, their definitions and their limits ------------
+
+
+# -- Lemma 4.1 ---------------------------------------------------------------------------------
+
+
+def brute_force(influence: list[float], budget: float) -> np.ndarray:
+    """argmin Σ q_t σ_t² under Σ 1/σ_t² = R, over free log-shares of the budget."""
+
+    def sigmas_squared(logits: np.ndarray) -> np.ndarray:
+        shares = np.exp(logits - logits.max())
+        return shares.sum() / (budget * shares)
+
+    result = minimize(
+        lambda logits: float(np.log(np.dot(influence, sigmas_squared(logits)))),
+        np.zeros(len(influence)),
+        method="BFGS",
+        options={"gtol": 1e-9},
+    )
+    return np.sqrt(sigmas_squared(result.x))
+
+
+@pytest.mark.parametrize("influence", [[1.0, 2.0], [5.0, 1.0, 0.3], [0.1, 1.0, 10.0, 30.0, 2.0]])
+def test_lemma_4_1_is_the_minimum_found_by_brute_force(influence):
+    found = brute_force(influence, budget=0.3927)
+    shape = [FromInfluence(tuple(influence))(step) for step in range(len(influence))]
+    np.testing.assert_allclose(shape, found / found[0], rtol=1e-4)
+
+
+# -- Theorem 4.3 -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kappa", "steps"), [(1.5, 5), (10.0, 40), (300.0, 100)])
+def test_theorem_4_3_is_lemma_4_1_with_the_influence_of_theorem_4_1(kappa, steps):
+    gamma = 1 - 1 / kappa
+    lemma = FromInfluence(tuple(gamma ** (steps - t) for t in range(1, steps + 1)))
+    theorem = DynamicGD(kappa)
+    assert [theorem(t) for t in range(steps)] == pytest.approx([lemma(t) for t in range(steps)])
+
+
+def test_a_well_rounded_bowl_needs_ever_less_early_noise_and_a_flat_one_constant_noise():
+    assert DynamicGD(1 + 1e-12)(4) == pytest.approx(1e-12, rel=1e-3)
+    assert [DynamicGD(1e15)(t) for t in (1, 100)] == pytest.approx([1.0, 1.0], rel=1e-12)
+
+
+def best_steps(kappa: float, alpha: float) -> int:
+    """argmin over T of the bound of Theorem 4.1 with the best noise, by trying them all."""
+    gamma = 1 - 1 / kappa
+
+    def bound(steps: int) -> float:
+        influence = gamma ** np.arange(steps)
+        return gamma**steps + alpha * float(np.sqrt(influence).sum() ** 2)
+
+    return min(range(1, 3000), key=bound)
+
+
+@pytest.mark.parametrize(("kappa", "alpha"), [(5.0, 1e-3), (20.0, 1e-5)])
+def test_equation_26_is_the_best_t_and_the_theorem_stays_within_its_constant_of_it(kappa, alpha):
+    gamma = 1 - 1 / kappa
+    best = best_steps(kappa, alpha)
+    by_equation_26 = 2 * math.log1p((1 - math.sqrt(gamma)) ** 2 / alpha) / math.log(1 / gamma)
+    recommended = DynamicGD.recommended_steps(kappa, alpha)
+
+    assert abs(best - by_equation_26) <= 1
+    assert recommended == math.ceil(2 * kappa * math.log(1 + 1 / (kappa * alpha)))
+    # The theorem replaces (1 - √γ)² by 1/κ: later by about 2κ ln(4κ) steps.
+    assert recommended - best == pytest.approx(2 * kappa * math.log(4 * kappa), rel=0.15)
+
+
+def test_more_noise_means_fewer_recommended_steps():
+    for steps in (
+        lambda alpha: DynamicGD.recommended_steps(10.0, alpha),
+        lambda alpha: DynamicMomentum.recommended_steps(10.0, 0.5, alpha),
+    ):
+        assert steps(1e-6) > steps(1e-4) > steps(1e-2) >= 1
+
+
+# -- Theorem 4.6 -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kappa", "eta0", "beta"),
+    [
+        (100.0, 1.0, 0.9),
+        (50.0, 0.5, 0.6),
+        (8.0, 0.3, 0.2),
+        (9.0, 1.0, 0.0),
+        (12.0, 1.0, 0.9),
+        (3.5, 1.0, 0.7),
+    ],
+)
+def test_the_turning_step_is_the_last_that_meets_its_definition(kappa, eta0, beta):
+    gamma = 1 - eta0 / kappa
+    brute = [t for t in range(1, 6000) if gamma ** (t - 1) * (1 - beta**t) >= (1 - beta) - 1e-15]
+    schedule = DynamicMomentum(kappa, eta0, beta, steps=10)
+    assert schedule.turning_step == max(brute)
+    assert brute == list(range(1, max(brute) + 1))
+
+
+def test_noise_grows_in_runs_up_to_the_turning_step_and_decays_in_longer_ones():
+    turn = DynamicMomentum(100.0, 1.0, 0.9, steps=1).turning_step
+    short = DynamicMomentum(100.0, 1.0, 0.9, steps=turn)
+    long = DynamicMomentum(100.0, 1.0, 0.9, steps=turn + 1)
+    steps = range(turn)
+    # q_t ∝ γ^t in short runs, γ^(T-t) in long ones; Lemma 4.1 makes the shape of it.
+    for schedule, sign in ((short, 1), (long, -1)):
+        lemma = FromInfluence(tuple(0.99 ** (sign * t) for t in steps))
+        assert [schedule(t) for t in steps] == pytest.approx([lemma(t) for t in steps])
+
+
+def test_without_momentum_it_is_the_schedule_of_gradient_descent():
+    momentum = DynamicMomentum(kappa=30.0, eta0=0.5, beta=0.0, steps=100)
+    descent = DynamicGD(kappa=60.0)
+    assert momentum.turning_step == 1
+    assert [momentum(t) for t in range(100)] == pytest.approx([descent(t) for t in range(100)])
+    assert DynamicMomentum.recommended_steps(30.0, 0.5, 0.01) == DynamicGD.recommended_steps(
+        60.0, 0.01
+    )
+
+
+def test_short_averaging_runs_are_hurt_most_by_their_first_noise():
+    """Why the noise grows: the weight of each g_i in the package's own Momentum, summed over t.
+
+    In a steep bowl with T <= T̂, early noise stays in every later average.
+    """
+    steps, beta = 6, 0.9
+    momentum = Momentum(beta)
+
+    def moved(at: int) -> float:
+        state, total = momentum.init([torch.zeros(1)]), 0.0
+        for step in range(steps):
+            estimate, state = momentum.apply(state, torch.tensor([float(step == at)]))
+            total += float(estimate)
+        return total
+
+    influence = [moved(at) ** 2 for at in range(steps)]
+    assert influence == sorted(influence, reverse=True)
+    assert DynamicMomentum(100.0, 1.0, beta, steps)(steps - 1) > 1
+
+
+# -- a Trainer with schedules: its journal follows the schedule, and spends the budget -----------
+
+
+TRAINED, DELTA = 6, 1e-5
+
+SCHEDULES = [
+    Constant(),
+    Exponential(rate=0.1),
+    FromInfluence(tuple(1.0 + t for t in range(TRAINED))),
+    # A plan knows no more of a schedule than its values, which the contract tests for each of them.
+    *(
+        pytest.param(schedule, marks=pytest.mark.slow)
+        for schedule in (
+            Cosine(steps=15, end=0.5),
+            DynamicGD(kappa=10.0),
+            DynamicMomentum(kappa=50.0, eta0=1.0, beta=0.9, steps=TRAINED),
+            Polynomial(steps=TRAINED, end=0.3, power=2.0),
+            StepDecay(every=7, factor=0.8),
+        )
+    ),
+]
+
+
+def events(folder: Path) -> list[Gaussian | PoissonGaussian]:
+    """All events in the journal on the disk, in order."""
+    (path,) = (folder / "privacy").glob("*.journal")
+    return [e for run in read_journal(path)[1].values() for e, n in run for _ in range(n)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: type(schedule).__name__)
+def test_the_journal_follows_the_schedule_and_spends_the_target(
+    schedule, classifier, mlp, loader, make_trainer, tmp_path
+):
+    target = 3.0
+    privacy = private(target_epsilon=target, noise_schedule=schedule)
+    make_trainer(max_steps=TRAINED, callbacks=[privacy]).fit(classifier(mlp()), loader)
+
+    charged = events(tmp_path)
+    assert len(charged) == TRAINED
+    assert {event.sample_rate for event in charged} == {0.1}
+    multipliers = np.array([event.noise_multiplier for event in charged])
+    shape = np.array([schedule(step) for step in range(TRAINED)])
+    np.testing.assert_allclose(multipliers, multipliers[0] * shape, rtol=1e-12)
+    spent = PLDAccountant().epsilon([(event, 1) for event in charged], DELTA)
+    assert 0.99 * target < spent <= target
+    assert privacy.epsilon == pytest.approx(spent, rel=1e-9)
+
+
+def test_full_batches_follow_it_too_and_add_up_exactly(
+    classifier, mlp, blobs, make_trainer, tmp_path
+):
+    from lightning_dp.accounting.gdp import gdp_epsilon
+
+    schedule = DynamicGD(kappa=5.0)
+    privacy = private(target_epsilon=2.0, noise_schedule=schedule, sampling=FullBatch())
+    loader = DataLoader(blobs, batch_size=240)
+    make_trainer(max_epochs=6, callbacks=[privacy]).fit(classifier(mlp()), loader)
+
+    multipliers = np.array([event.noise_multiplier for event in events(tmp_path)])
+    np.testing.assert_allclose(multipliers / multipliers[0], [schedule(t) for t in range(6)])
+    exact = gdp_epsilon(float(np.sqrt(np.sum(multipliers**-2.0))), DELTA)
+    assert 0.99 * 2.0 < exact <= 2.0
+
+
+def test_a_given_noise_multiplier_is_the_noise_of_the_first_step(
+    classifier, mlp, loader, make_trainer, tmp_path
+):
+    privacy = private(noise_multiplier=1.5, noise_schedule=Polynomial(10, 0.5))
+    make_trainer(max_steps=TRAINED, callbacks=[privacy]).fit(classifier(mlp()), loader)
+    multipliers = [event.noise_multiplier for event in events(tmp_path)]
+    assert multipliers == pytest.approx([1.5 * max(0.5, 1 - 0.05 * t) for t in range(TRAINED)])
+
+
+def test_a_resumed_run_goes_on_in_the_schedule(classifier, mlp, loader, make_trainer, tmp_path):
+    schedule = Exponential(rate=0.1)
+
+    def fit(steps: int, **more: object) -> None:
+        privacy = private(noise_multiplier=2.0, noise_schedule=schedule)
+        trainer = make_trainer(max_steps=steps, callbacks=[privacy])
+        trainer.fit(classifier(mlp()), loader, **more)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+
+    fit(TRAINED // 2)
+    fit(TRAINED, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    multipliers = [event.noise_multiplier for event in events(tmp_path)]
+    assert multipliers == pytest.approx([2.0 * schedule(step) for step in range(TRAINED)])
+
+
+def test_an_influence_shorter_than_the_run_is_refused_before_any_data_is_used(
+    classifier, mlp, loader, make_trainer, tmp_path
+):
+    privacy = private(target_epsilon=3.0, noise_schedule=FromInfluence((1.0,) * (TRAINED - 1)))
+    model = classifier(mlp())
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=f"none for step {TRAINED - 1}"):
+        make_trainer(max_steps=TRAINED, callbacks=[privacy]).fit(model, loader)
+    assert privacy.steps == 0
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -91,3 +93,112 @@ def test_bad_arguments_are_refused(change, match):
 def test_values_that_are_no_vector_are_refused():
     with pytest.raises(ValueError, match=r"values of shape \(2, 2\)"):
         SparseVector(torch.zeros(2, 2), 4, 0, 0)
+
+
+# -- the public coordinate set that everyone who knows the seed shares ---------------------------
+
+
+@pytest.mark.parametrize(("size", "keep"), [(1, 1), (7, 7), (50, 1), (50, 49), (1000, 37)])
+def test_the_set_is_sorted_distinct_and_of_the_size_asked_for(size, keep):
+    for round_ in range(20):
+        mask = shared_mask(3, round_, size, keep)
+        assert mask.dtype == torch.int64 and mask.shape == (keep,)
+        assert (mask.diff() > 0).all()
+        assert mask[0] >= 0 and mask[-1] < size
+
+
+def test_all_coordinates_are_kept_if_asked_for():
+    assert torch.equal(shared_mask(11, 4, 20, 20), torch.arange(20))
+
+
+def test_it_is_the_philox_stream_as_published():
+    """Philox4x64-10 with counter 1 and zero key (Random123's known answers are for counter 0)."""
+    words = _philox(0, 0, 10)
+    smallest = sorted(range(10), key=lambda i: (words[i], i))[:4]
+    assert shared_mask(0, 0, 10, 4).tolist() == sorted(smallest)
+
+
+def test_the_slow_philox_gives_random123s_known_answers():
+    assert _block((0, 0, 0, 0), (0, 0)) == (
+        0x16554D9ECA36314C,
+        0xDB20FE9D672D0FDC,
+        0xD7E772CEE186176B,
+        0x7E68B68AEC7BA23B,
+    )
+
+
+@pytest.mark.parametrize(("seed", "round_"), [(7, 3), (2**64 - 1, 2**40), (0, 2**64 - 1)])
+def test_large_seeds_and_rounds_are_used_whole(seed, round_):
+    words = _philox(seed, round_, 30)
+    smallest = sorted(range(30), key=lambda i: (words[i], i))[:9]
+    assert shared_mask(seed, round_, 30, 9).tolist() == sorted(smallest)
+
+
+def test_global_random_states_are_neither_read_nor_changed():
+    first = shared_mask(5, 1, 100, 10)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    random.seed(0)
+    states = np.random.get_state()[1].tolist(), torch.get_rng_state(), random.getstate()
+    assert torch.equal(shared_mask(5, 1, 100, 10), first)
+    assert np.random.get_state()[1].tolist() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+    assert random.getstate() == states[2]
+
+
+def test_every_coordinate_and_every_pair_is_kept_equally_often():
+    size, keep, rounds = 12, 5, 4000
+    kept = torch.zeros(rounds, size)
+    for round_ in range(rounds):
+        kept[round_, shared_mask(1, round_, size, keep)] = 1
+    counts = kept.T @ kept
+    alone, together = keep / size, keep * (keep - 1) / (size * (size - 1))
+    off = ~torch.eye(size, dtype=torch.bool)
+    for observed, expected in ((counts.diagonal(), alone), (counts[off], together)):
+        deviation = math.sqrt(rounds * expected * (1 - expected))
+        assert (observed - rounds * expected).abs().max() < 5 * deviation
+
+
+def test_seed_and_round_are_two_different_arguments():
+    sets = {
+        tuple(shared_mask(seed, round_, 1000, 20).tolist())
+        for seed in range(8)
+        for round_ in range(8)
+    }
+    assert len(sets) == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((-1, 0, 10, 3), "seed=-1"),
+        ((2**64, 0, 10, 3), "seed="),
+        ((0, -1, 10, 3), "round_=-1"),
+        ((0, 0, 0, 0), "size=0"),
+        ((0, 0, 10, 11), "keep=11"),
+        ((0, 0, 10, 0), "keep=0"),
+        ((0, 0, 10, 2.5), "keep=2.5"),
+        ((0, 0, 10, math.nan), "keep=nan"),
+        ((True, 0, 10, 3), "seed=True"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        shared_mask(*arguments)
+
+
+def _philox(seed: int, round_: int, count: int) -> list[int]:
+    """The first words of the stream: blocks of four, the counter begins at 1."""
+    blocks = [_block((1 + i, 0, 0, 0), (seed, round_)) for i in range(-(-count // 4))]
+    return [word for block in blocks for word in block][:count]
+
+
+def _block(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, ...]:
+    """Philox4x64-10 of Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011)."""
+    word = 2**64
+    c, k = list(counter), list(key)
+    for _ in range(10):
+        p0, p1 = 0xD2E7470EE14C6C93 * c[0], 0xCA5A826395121157 * c[2]
+        c = [(p1 // word) ^ c[1] ^ k[0], p1 % word, (p0 // word) ^ c[3] ^ k[1], p0 % word]
+        k = [(k[0] + 0x9E3779B97F4A7C15) % word, (k[1] + 0xBB67AE8584CAA73B) % word]
+    return tuple(c)

@@ -131,18 +131,18 @@ print(privacy.steps)
 
 # %% [markdown]
 # **The noise, next to the signal.** Each step takes the gradient of every record in the batch, cuts
-# it to a length of at most C = 1, adds them up, adds noise, and divides by the batch size B.
-# So the *mean* gradient has at most length 1. The noise in it has one random number for each of
-# the d weights, and its length is about z · C · √d / B:
+# it to a norm of at most C = 1, adds them up, adds noise, and divides by the batch size B.
+# So the *mean* gradient has at most norm 1. The noise in it has one random number for each of
+# the d weights, and its norm is about z · C · √d / B:
 
 # %%
 weights = sum(p.numel() for p in Network().parameters())
 print(f"noise {privacy.noise_multiplier * weights**0.5 / 32:.2f}, gradient at most 1")
 
 # %% [markdown]
-# The noise is longer than the gradient can ever be. That alone is not fatal: noise points in another
-# direction each time and averages out over many steps, and the gradient does not. But the steps have
-# to be many, and the noise not too long.
+# The noise norm is above anything that the gradient can have. That alone is not fatal: noise points in
+# another direction each time and averages out over many steps, and the gradient does not. But the steps
+# have to be many, and the noise not too large.
 #
 # **The loggers.** ε is in every logger that the Trainer has, next to your own metrics:
 
@@ -171,10 +171,11 @@ plt.show()
 
 # %%
 print(privacy.report())
+print(*privacy.report().not_covered, sep="\n")
 
 # %% [markdown]
-# Read the lines *not covered* once with care. They are no small print: a `train_loss` that you
-# publish, or a person who is in the data twice, is outside of ε.
+# Read what is *not covered* once with care. It is no small print: a `train_loss` that you publish, or
+# a person who is in the data twice, is outside of ε.
 #
 # ## The same ε, better settings
 #

@@ -19,12 +19,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_dp import About, DifferentialPrivacy
-from lightning_dp.report.checks import check
-from lightning_dp.report.facts import READERS
-from lightning_dp.report.files import PATTERN, read_document
-from lightning_dp.report.html import document
-from lightning_dp.report.publish import pages
-from lightning_dp.report.render import Page
+from lightning_dp.report.__main__ import pages
+from lightning_dp.report.content import READERS, Page, render
+from lightning_dp.report.files import PATTERN, check, read_document
 
 HERE = Path(__file__).parent
 QUICKSTART = HERE.parents[1] / "examples" / "quickstart.py"
@@ -71,9 +68,11 @@ def rendered() -> Page:
 
 def files(page: Page) -> dict[str, str]:
     """Return the files of a page by name: what each reader needs, as Markdown and as HTML."""
-    parts = {reader: page.part_for(reader) for reader in READERS}
-    texts = {f"{reader}.md": part.markdown() for reader, part in parts.items()}
-    return texts | {f"{reader}.html": document([part]) for reader, part in parts.items()}
+    return {
+        f"{reader}.{form}": render([page], form, reader)
+        for reader in READERS
+        for form in ("md", "html")
+    }
 
 
 def main() -> None:

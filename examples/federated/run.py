@@ -21,9 +21,9 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from problems import PROBLEMS
+from processes import LoopbackFederation
 
 from lightning_dp.accounting import epsilon_text
-from lightning_dp.testing import LoopbackFederation
 
 APP = Path(__file__).parent
 PORT = 9099

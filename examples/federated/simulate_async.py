@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dp.federated import PolynomialSizes
-from lightning_dp.federated.sequences import AbstractSampleSizes, rounds_for
+from lightning_dp.federated.asynchronous import SampleSizes, rounds_for
 
 GRADIENTS = 25_000  # K of each client
 CONSTANT = PolynomialSizes(a=0, b=16)
@@ -86,7 +86,7 @@ class Outcome:
     seconds: float
 
 
-def asynchronous(world: World, sizes: AbstractSampleSizes, lag: int) -> Outcome:
+def asynchronous(world: World, sizes: SampleSizes, lag: int) -> Outcome:
     """Client c begins round i when it is done with i - 1 and has heard that round i - d is over.
 
     Round i is over when the last update of it is at the server. ``lag`` = 1 is synchronous.
@@ -110,7 +110,7 @@ def asynchronous(world: World, sizes: AbstractSampleSizes, lag: int) -> Outcome:
     return Outcome(rounds, 2 * rounds, float(1 - (busy / over).mean()), over)
 
 
-def sampled(world: World, sizes: AbstractSampleSizes, fraction: float) -> Outcome:
+def sampled(world: World, sizes: SampleSizes, fraction: float) -> Outcome:
     """FedAvg with a random fraction of the clients in each round, until each did K on average."""
     rounds = round(rounds_for(sizes, GRADIENTS) / fraction)
     speeds, now, busy = world.speeds(), 0.0, 0.0

@@ -33,11 +33,11 @@ from async_federated_run import (
 from torch import Tensor
 
 from lightning_dp.federated import AsyncPlan, InverseRootSteps, PolynomialSizes
-from lightning_dp.federated.sequences import (
-    AbstractSampleSizes,
-    AbstractStepSizes,
+from lightning_dp.federated.asynchronous import (
     ConstantSteps,
     InverseSteps,
+    SampleSizes,
+    StepSizes,
     rounds_for,
 )
 from lightning_dp.functional import flatten
@@ -91,7 +91,7 @@ def rounds_part(options: argparse.Namespace) -> None:
     gradients = 2000 if options.quick else GRADIENTS
     for name in names:
         for convex in strongly_convex(options):
-            settings: list[tuple[AbstractSampleSizes, AbstractStepSizes, str]] = [
+            settings: list[tuple[SampleSizes, StepSizes, str]] = [
                 (PolynomialSizes(0, CLIENTS * 200), ConstantSteps(0.0025), "diminishing2")
             ]
             for eta0 in GROWING_RATES[convex]:
@@ -108,8 +108,8 @@ def rounds_part(options: argparse.Namespace) -> None:
 def plain_cell(
     name: str,
     options: argparse.Namespace,
-    sizes: AbstractSampleSizes,
-    steps: AbstractStepSizes,
+    sizes: SampleSizes,
+    steps: StepSizes,
     local_steps: str,
     convex: bool,
     gradients: int = GRADIENTS,
@@ -154,8 +154,8 @@ def lag_part(options: argparse.Namespace) -> None:
 def lenet_run(
     parts: Sequence[tuple[Tensor, Tensor]],
     test: tuple[Tensor, Tensor],
-    sizes: AbstractSampleSizes,
-    steps: AbstractStepSizes,
+    sizes: SampleSizes,
+    steps: StepSizes,
     seed: int,
 ) -> float:
     plan = AsyncPlan(rounds_for(sizes, GRADIENTS), sizes, steps, lag=LAG)
@@ -219,8 +219,8 @@ def biased_part(options: argparse.Namespace) -> None:
 
 def biased_lenet(
     options: argparse.Namespace,
-    sizes: AbstractSampleSizes,
-    rates: AbstractStepSizes,
+    sizes: SampleSizes,
+    rates: StepSizes,
     *,
     biased: bool,
 ) -> str:

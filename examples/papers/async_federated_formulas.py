@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian
 from lightning_dp.accounting.base import Relation
-from lightning_dp.federated.sequences import PolynomialSizes, PowerSizes, rounds_for
+from lightning_dp.federated.asynchronous import PolynomialSizes, rounds_for
 
 _HALF = (math.sqrt(3) - 1) / 2
 
@@ -144,6 +144,26 @@ class PaperSelection:
     def rounds_needed(self) -> int:
         """Rounds of these sizes until K gradients: fewer than T, which is an approximation."""
         return rounds_for(self.sizes, self.epochs * self.num_records)
+
+
+@dataclass(frozen=True)
+class PowerSizes:
+    """s_i = ⌈N q (i + m)^p⌉, the sequences of Theorem 3 of van Dijk et al. (2020).
+
+    Example:
+        >>> sizes = PowerSizes(10_000, rate=1.3216327772100012e-4, offset=12.106237281566509)
+        >>> sizes(0), sizes(182), sum(sizes(i) for i in range(183))
+        (16, 257, 25027)
+    """
+
+    num_records: int
+    rate: float
+    offset: float = 0.0
+    power: float = 1.0
+
+    def __call__(self, i: int) -> int:
+        size = self.num_records * self.rate * (i + self.offset) ** self.power
+        return math.ceil(float(size) * (1 - 1e-12))  # 16.000000000000004 is 16
 
 
 def paper_selection(

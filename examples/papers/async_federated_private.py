@@ -14,7 +14,7 @@ from async_federated_run import CLIENTS, LAG, Split, federate, spread, strongly_
 
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian, calibrate
 from lightning_dp.federated import AsyncPlan, ClientPrivacy, InverseRootSteps, PolynomialSizes
-from lightning_dp.federated.sequences import AbstractSampleSizes, InverseSteps, rounds_for
+from lightning_dp.federated.asynchronous import InverseSteps, SampleSizes, rounds_for
 
 TARGET, DELTA, CLIP = 1.0, 5.5e-8, 0.1
 PRIVATE_GRADIENTS = 25_000  # K of one client
@@ -25,7 +25,7 @@ RATES = (0.15, 0.05, 0.5, 1.5)  # the paper's first
 @dataclass(frozen=True)
 class Setting:
     name: str
-    sizes: AbstractSampleSizes
+    sizes: SampleSizes
     sigma: float | None  # None: the smallest that is valid; 0: no noise
 
 

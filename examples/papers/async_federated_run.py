@@ -15,15 +15,45 @@ from scratch_ledger import ScratchLedger
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
+from lightning_dp import Query, Term
+from lightning_dp._noise import NoiseSource
 from lightning_dp.federated import AsyncClient, AsyncPlan, AsyncServer, ClientPrivacy
+from lightning_dp.federated.asynchronous import SampleSizes, StepSizes, rounds_for
+from lightning_dp.federated.client import draw
 from lightning_dp.federated.protocol import Records
-from lightning_dp.federated.sequences import AbstractSampleSizes, AbstractStepSizes, rounds_for
 
 CLIENTS, MNIST_CLIENTS = 5, 4
 GRADIENTS = 20_000  # K of the experiments without privacy, over all clients
 LAG = 1  # 2 is in the part `lag`
 TEST_SHARE = 0.2
 LOSSES = {"strongly-convex": True, "convex": False}
+
+
+@dataclass(eq=False, repr=False)
+class WalkingClient(AsyncClient):
+    """The paper's loop, without privacy: ŵ ← ŵ - η g after each record of a batch.
+
+    Args:
+        local_steps: η is η_t for each ("diminishing1") or the round's η̄_i ("diminishing2").
+    """
+
+    local_steps: str = "diminishing1"
+
+    def update(
+        self, i: int, point: Tensor, rng: np.random.Generator, source: NoiseSource
+    ) -> Tensor:
+        """U such that ŵ - η̄_i U is where the loop ends."""
+        plan, each_round = self.plan, self.plan.step_size(i)
+        total = torch.zeros_like(point)
+        batch = draw(self.records, self.share * plan.sizes(i) / self.records.num_records, rng)
+        for h, record in enumerate(rng.permutation(batch).tolist()):
+            eta = each_round
+            if self.local_steps == "diminishing1":
+                eta = plan.steps(plan.gradients_before(i) + h)
+            query = Query((Term(1.0, point),), math.inf, 0.0)
+            step = self.records.bounded_sum(query, [record]).value * (eta / each_round)
+            point, total = plan.move(point, i, step), total + step
+        return total
 
 
 def federate(
@@ -37,15 +67,12 @@ def federate(
 ) -> tuple[Tensor, float]:
     """The model at the end and the largest ε of a client; clients answer in a random order."""
     server = AsyncServer("paper", plan, start, len(records))
+    settings = {"run": "paper", "share": share}
     clients = [
-        AsyncClient(
-            each,
-            plan,
-            privacy,
-            ScratchLedger() if privacy.is_private else None,
-            run="paper",
-            share=share,
-            local_steps=local_steps,  # type: ignore[arg-type]
+        AsyncClient(each, plan, privacy, ScratchLedger(), **settings)
+        if local_steps is None
+        else WalkingClient(
+            each, plan, privacy, ScratchLedger(), **settings, local_steps=local_steps
         )
         for each in records
     ]
@@ -108,8 +135,8 @@ NO_PRIVACY = ClientPrivacy(math.inf, 0.0, target_epsilon=math.inf)
 
 def plain_run(
     split: Split,
-    sizes: AbstractSampleSizes,
-    steps: AbstractStepSizes,
+    sizes: SampleSizes,
+    steps: StepSizes,
     seed: int,
     *,
     strongly_convex: bool,

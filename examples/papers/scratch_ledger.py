@@ -8,8 +8,7 @@ import numpy as np
 
 from lightning_dp._noise import random_generator
 from lightning_dp.accounting.events import AbstractEvent
-from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.federated.spending import Spending
+from lightning_dp.federated.ledger import ReleaseLedger, Spending
 
 
 class ScratchLedger(ReleaseLedger):
@@ -18,6 +17,7 @@ class ScratchLedger(ReleaseLedger):
     def __init__(self) -> None:
         super().__init__("/nowhere", "an experiment")
         self._events: list[AbstractEvent] = []
+        self._latest: tuple[bytes, bytes] | None = None
 
     def history(self) -> list[tuple[AbstractEvent, int]]:
         return [(event, 1) for event in self._events]
@@ -28,8 +28,8 @@ class ScratchLedger(ReleaseLedger):
     def find(self, spending: Spending, round_: int, part: int) -> bytes | None:
         return None
 
-    def note(self, spending: Spending) -> bytes:
-        return b""
+    def latest(self, spending: Spending) -> tuple[bytes, bytes] | None:
+        return self._latest
 
     def release(
         self,
@@ -42,4 +42,6 @@ class ScratchLedger(ReleaseLedger):
         note: bytes = b"",
     ) -> bytes:
         self._events += spending.events(round_)
-        return make(random_generator(None))
+        content = make(random_generator(None))
+        self._latest = (note, content) if note else None
+        return content

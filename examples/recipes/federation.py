@@ -17,8 +17,8 @@ from table import Measured, Row, save, table
 
 from lightning_dp.accounting import calibrate
 from lightning_dp.federated import AsyncPlan, ClientPrivacy, PolynomialSizes
+from lightning_dp.federated.asynchronous import ConstantSteps
 from lightning_dp.federated.local import LocalRecords
-from lightning_dp.federated.sequences import ConstantSteps
 
 DELTA, CLIP = 1e-5, 0.5
 CLIENTS, ROUNDS, BATCH = 5, 100, 800  # records of each client in a round

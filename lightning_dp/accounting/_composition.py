@@ -10,9 +10,8 @@ arXiv 2208.09595v1; here the sum is exact and all errors are added.)
 
 Several lengths of one run share the transforms: their products differ in the counts only.
 
-The parts, from the outside in: the composition on a grid (:class:`ComposedLengths`), what is read
-from it (:class:`Composed`), the product of characteristic functions (``_characteristic.py``), and the
-exponential moments K(t) with Chernoff's bounds (``_moments.py``).
+The sections, from the inside out: exponential moments with Chernoff's bounds, the product of
+characteristic functions, the composition on a grid, and what is read from it.
 """
 
 from __future__ import annotations
@@ -25,27 +24,273 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import fft
 
-from lightning_dp.accounting._characteristic import CharacteristicProduct, ComplexArray
 from lightning_dp.accounting._grouping import Cell, Mixture
-from lightning_dp.accounting._moments import (
-    MomentTable,
-    cumulant,
-    cumulant_bound,
-    log_largest_weight,
-    outside,
-)
 from lightning_dp.accounting._pmf import LossPmf
 from lightning_dp.accounting.steps import FloatArray
 
-__all__ = ["Composed", "ComposedLengths", "CountsOf", "Grid", "compose"]
-
+ComplexArray = NDArray[np.complex128]
 IntArray = NDArray[np.intp]
 CountsOf = Callable[[Cell], FloatArray]  # a row for each length, growing; a column for each member
+_Polynomial = dict[tuple[int, int], ComplexArray]  # by the powers of (du, dv)
 
+_BLOCK = 256  # grid points that share their powers
+_UNIT = 2.0**-52  # the rounding of one operation, relative
+_TINY = 1e-300
+_MAX_ORDER = 6  # of the series of a logarithm
+_TRUNCATION = 1e-10  # of that series, over all steps
+_FEW = 64  # members of a cell for which the series does not pay
 _MOST_OUTSIDE = 1e-6  # of the tilted mass; more is worth a wider window
 _MOST_POINTS = 2**23
 _NEGLIGIBLE = -46.0  # log of 1e-20: of the modulus of a frequency that is left out
-_TINY = 1e-300
+
+# -- exponential moments -----------------------------------------------------------------------
+
+
+def log_largest_weight(tilt: FloatArray | float) -> FloatArray:
+    """``log max_y e^(-tilt y) (1 - e^-y) = -tilt log(1 + 1/tilt) - log(1 + tilt)``, tilt > 0."""
+    # The derivative vanishes at e^-y = tilt / (1 + tilt).
+    return np.asarray(-tilt * np.log1p(1 / np.asarray(tilt)) - np.log1p(tilt))
+
+
+class MomentTable:
+    """Computes ``log sum_x p(x) e^(t x)`` at fixed tilts for many pmfs on one grid, without overflow."""
+
+    def __init__(self, h: float, tilts: FloatArray) -> None:
+        # A pmf is read from the end at which e^(t x) is largest, so that powers only shrink.
+        self._down = tilts <= 0
+        self._sides = [_block(h * tilts[self._down]), _block(-h * tilts[~self._down])]
+
+    def of(self, pmf: LossPmf) -> FloatArray:
+        """The log moments of one pmf, one for each tilt."""
+        p = pmf.probabilities
+        result = np.empty(self._down.size)
+        result[self._down] = _from_start(p, pmf.start, *self._sides[0])
+        result[~self._down] = _from_start(p[::-1], 1 - pmf.start - p.size, *self._sides[1])
+        return result
+
+
+def _block(rates: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Rates <= 0, and their exponentials over one block of the grid."""
+    return rates, np.exp(np.arange(_BLOCK)[:, None] * rates)
+
+
+def _from_start(p: FloatArray, start: int, rates: FloatArray, powers: FloatArray) -> FloatArray:
+    """``log sum_i p_i e^(r (start + i))`` for every rate r <= 0: sums of blocks, then log-sum-exp."""
+    blocks = -(-p.size // _BLOCK)
+    table = np.zeros(blocks * _BLOCK)
+    table[: p.size] = p
+    inner = table.reshape(blocks, _BLOCK) @ powers
+    with np.errstate(divide="ignore"):
+        exponent = (start + _BLOCK * np.arange(blocks)[:, None]) * rates + np.log(inner)
+    top = exponent.max(axis=0)
+    return np.asarray(top + np.log(np.exp(exponent - top).sum(axis=0)))
+
+
+def cumulant_bound(cell: Cell, counts: FloatArray, moments: FloatArray) -> FloatArray:
+    """Bound K of the steps of a cell for each length (row) and tilt (column), moments given."""
+    # By Jensen's inequality sum_t log(w_t . m) <= T log(mean_t w_t . m): a sum over all steps for
+    # each of many tilts would take longer than the composition.
+    total = counts.sum(axis=1, keepdims=True)
+    if cell.is_single:
+        return np.asarray(total * moments[0])
+    top = moments.max(axis=0)
+    share = counts @ cell.weights() / np.maximum(total, 1.0)
+    share[total[:, 0] == 0] = 0.25  # any weights: they are multiplied by 0 steps
+    return np.asarray(total * (top + np.log(share @ np.exp(moments - top))))
+
+
+def cumulant(cell: Cell, counts: FloatArray, moments: FloatArray) -> FloatArray:
+    """K of the steps of a cell at one tilt, exactly, for each length of a run."""
+    if cell.is_single:
+        return np.asarray(counts[:, 0] * moments[0])
+    top = float(moments.max())
+    return np.asarray(counts @ (top + np.log(cell.weights() @ np.exp(moments - top))))
+
+
+def mixture_bound(mixture: Mixture, moments: FloatArray) -> FloatArray:
+    """:func:`cumulant_bound` of all steps, for each tilt; ``moments`` has a row for each node."""
+    parts = [
+        cumulant_bound(cell, cell.counts[None, :], moments[list(cell.corners)])
+        for cell in mixture.cells
+    ]
+    return np.asarray(np.sum(parts, axis=0)[0])
+
+
+def outside(
+    tilts: FloatArray, bounds: FloatArray, tilt: float, log_norm: float, ends: tuple[float, float]
+) -> float:
+    """Chernoff's bound of the mass of the tilted distribution outside the losses ``ends``."""
+    # The tilted loss has the cumulants K(tilt + gap) - K(tilt), so that
+    # P(X > x) <= e^(K(t) - K(tilt) - gap x) for t above the tilt, and P(X < x) likewise below.
+    gap = tilts - tilt
+    right, left = gap > 0, gap < 0
+    above = float(np.min((bounds - log_norm - gap * ends[1])[right]))
+    below = float(np.min((bounds - log_norm - gap * ends[0])[left]))
+    return math.exp(min(above, 0.0)) + math.exp(min(below, 0.0))
+
+
+def window(
+    tilts: FloatArray, bounds: FloatArray, tilt: float, log_outside: float
+) -> tuple[float, float]:
+    """Losses outside which the tilted distribution has about twice ``e^log_outside``."""
+    gap = tilts - tilt
+    reach = bounds - float(bounds[int(np.argmin(np.abs(gap)))]) - log_outside
+    right = gap > 1e-3 * tilt
+    left = gap < -1e-3 * tilt
+    return float(np.max(reach[left] / gap[left])), float(np.min(reach[right] / gap[right]))
+
+
+def useful_tilts(
+    tilts: FloatArray, bounds: FloatArray, tilt: float, ends: tuple[float, float]
+) -> NDArray[np.intp]:
+    """Places of the tilts that bound what is outside a window, also of a wider one or fewer steps."""
+    gap = tilts - tilt
+    places = np.arange(tilts.size)
+    # Few tilts are enough, and moments at all of them, for every node, would cost much: of each
+    # side the one that is best at the end of the window, and its neighbours.
+    kept: set[int] = set()
+    for side, end in ((places[gap > 0], ends[1]), (places[gap < 0], ends[0])):
+        for wider in (0.0, 0.5, 1.5):
+            for share in (1.0, 0.5, 0.25):
+                edge = end + (end - sum(ends) / 2) * wider
+                best = side[int(np.argmin(share * bounds[side] - gap[side] * edge))]
+                kept.update(p for p in (best - 1, best, best + 1) if 0 <= p < tilts.size)
+    return np.array(sorted(kept))
+
+
+# -- products of characteristic functions -------------------------------------------------------
+
+
+def sum_of_logs(
+    cell: Cell, counts: FloatArray, values: list[ComplexArray]
+) -> tuple[ComplexArray, FloatArray, float]:
+    """``sum_t n_kt log(sum_c w_tc values_c)`` for every frequency (row) and length k (column).
+
+    With the weights written as the mean of the cell plus (du, dv), the sum over c is
+    ``x (1 + y_t)``, ``y_t = du A + dv B + du dv C``: the sum over steps of the series of
+    ``log(1 + y_t)`` needs moments of (du, dv) only. Where y is too large the cell is halved.
+
+    Returns the sums, the least modulus of a factor at each frequency, a bound of the truncation.
+    """
+    if cell.u.size <= _FEW:
+        return _direct(cell, counts, values)
+    du, dv, base, linear = _expand(cell, values)
+    sizes = {key: np.abs(du ** key[0] * dv ** key[1]).max() for key in linear}
+    radius = sum((sizes[key] * np.abs(term) for key, term in linear.items()), np.zeros(base.size))
+    total = float(counts[-1].sum())
+    # Where the remainder of the series to _MAX_ORDER, over all steps, is negligible.
+    small = radius <= min((_TRUNCATION * (_MAX_ORDER + 1) / total) ** (1 / (_MAX_ORDER + 1)), 0.5)
+    order, truncation = _series_order(float(radius[small].max(initial=0.0)), total)
+    near = {key: term[small] for key, term in linear.items()}
+    result = np.empty((base.size, counts.shape[0]), dtype=complex)
+    least = np.abs(base) * (1 - radius)  # |x (1 + y)| >= |x| (1 - |y|)
+    result[small] = _series(np.log(base[small]), near, (du, dv), counts, order)
+    if not small.all():
+        rest = [value[~small] for value in values]
+        result[~small], least[~small], more = _halved(cell, counts, rest)
+        truncation += more
+    return result, least, truncation
+
+
+def _direct(
+    cell: Cell, counts: FloatArray, values: list[ComplexArray]
+) -> tuple[ComplexArray, FloatArray, float]:
+    """:func:`sum_of_logs` step by step."""
+    factors = values[0][None, :] if cell.is_single else cell.weights() @ np.stack(values)
+    size = np.abs(factors)
+    # A least number instead of 0: a length without such a step is multiplied by 1.
+    logs = np.log(np.maximum(size, _TINY)) + 1j * np.angle(factors)
+    return logs.T @ counts.T.astype(complex), size.min(axis=0), 0.0
+
+
+def _expand(
+    cell: Cell, values: list[ComplexArray]
+) -> tuple[FloatArray, FloatArray, ComplexArray, _Polynomial]:
+    """``du, dv, x`` and the coefficients of y that are not 0."""
+    u, v = float(cell.u.mean()), float(cell.v.mean())
+    v00, v01, v10, v11 = values
+    both = v11 - v10 - v01 + v00
+    along_u, along_v = v10 - v00 + v * both, v01 - v00 + u * both
+    base = v00 + u * (v10 - v00) + v * (v01 - v00) + u * v * both
+    base = np.where(base == 0, _TINY, base)
+    terms = {(1, 0): along_u, (0, 1): along_v, (1, 1): both}
+    linear = {key: term / base for key, term in terms.items() if np.any(term)}
+    return cell.u - u, cell.v - v, base, linear
+
+
+def _halved(
+    cell: Cell, counts: FloatArray, values: list[ComplexArray]
+) -> tuple[ComplexArray, FloatArray, float]:
+    """:func:`sum_of_logs` of the two halves of a cell."""
+    wide = cell.u if np.ptp(cell.u) >= np.ptp(cell.v) else cell.v
+    upper = wide > (wide.max() + wide.min()) / 2
+    if upper.all() or not upper.any():  # all members are equal, up to rounding
+        upper = np.arange(wide.size) < wide.size // 2
+    parts = [sum_of_logs(cell.part(half), counts[:, half], values) for half in (upper, ~upper)]
+    (logs, least, cut), (more, least_too, cut_too) = parts
+    return logs + more, np.minimum(least, least_too), cut + cut_too
+
+
+def _series_order(radius: float, steps: float) -> tuple[int, float]:
+    """Terms of ``log(1 + y)``, |y| <= radius, and the remainder over all steps."""
+    remainder = 0.0
+    for order in range(1, _MAX_ORDER + 1):
+        # |log(1 + y) - its series| <= sum_(k > order) |y|^k / k.
+        remainder = steps * radius ** (order + 1) / ((order + 1) * (1 - radius))
+        if remainder <= _TRUNCATION:
+            break
+    return order, remainder
+
+
+def _series(
+    log_base: ComplexArray,
+    linear: _Polynomial,
+    distances: tuple[FloatArray, FloatArray],
+    counts: FloatArray,
+    order: int,
+) -> ComplexArray:
+    """``sum_t n_kt (log x + log(1 + y_t))``, ``y_t = sum_ij du_t^i dv_t^j linear[i, j]``, to an order."""
+    du, dv = distances
+    if set(linear) == {(1, 0)} and counts.shape[0] == 1:
+        return _series_in_one(log_base, linear[1, 0], du, counts[0], order)[:, None]
+    terms, moments = [log_base], [counts.sum(axis=1)]
+    power = dict(linear)
+    for k in range(1, order + 1):
+        for (i, j), term in power.items():
+            terms.append((-1) ** (k + 1) / k * term)
+            moments.append(counts @ (du**i * dv**j))
+        if k < order:
+            power = _times(power, linear)
+    return np.asarray(np.stack(terms, axis=1) @ np.stack(moments).astype(complex))
+
+
+def _series_in_one(
+    log_base: ComplexArray, linear: ComplexArray, du: FloatArray, counts: FloatArray, order: int
+) -> ComplexArray:
+    """:func:`_series` of one length whose sample rates are equal, by Horner's rule."""
+    power, moments = counts, [float(counts.sum())]
+    for _ in range(order):
+        power = power * du
+        moments.append(float(power.sum()))
+    result = np.zeros_like(linear)
+    for k in range(order, 0, -1):
+        result += (-1) ** (k + 1) / k * moments[k]
+        result *= linear
+    return result + moments[0] * log_base
+
+
+def _times(left: _Polynomial, right: _Polynomial) -> _Polynomial:
+    """Product of two polynomials in (du, dv)."""
+    product: _Polynomial = {}
+    for (i, j), x in left.items():
+        for (k, m), y in right.items():
+            term = x * y
+            known = product.get((i + k, j + m))
+            product[i + k, j + m] = term if known is None else known + term
+    return product
+
+
+# -- the composition on a grid -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -83,11 +328,7 @@ class ComposedLengths:
     """
 
     def __init__(
-        self,
-        mixture: Mixture,
-        make: Callable[[int], LossPmf],
-        grid: Grid,
-        counts_of: CountsOf,
+        self, mixture: Mixture, make: Callable[[int], LossPmf], grid: Grid, counts_of: CountsOf
     ) -> None:
         self._grid = grid
         self._start = math.floor(grid.ends[0] / grid.h)
@@ -96,21 +337,42 @@ class ComposedLengths:
         nodes = _Nodes(mixture, make, grid, self.points)
         self._active = nodes.transform_all(counts_of)
         size = counts_of(mixture.cells[0]).shape[0]
-        self._product = CharacteristicProduct(self._active.size, size)
+        self._logs = np.zeros((self._active.size, size), dtype=complex)  # of the products
+        self._least = np.ones(self._active.size)  # of their factors
+        self._truncation = 0.0  # of the series of the logarithms
         self._bounds = np.zeros((size, grid.tilts.size))
         self._log_norm, self._infinity, self.steps = np.zeros((3, size))
         for cell in mixture.cells:
-            self._add(cell, counts_of(cell), nodes)
+            corners, counts = list(cell.corners), counts_of(cell)
+            self._add(cell, counts, nodes.moments[corners], [nodes.kept[c] for c in corners])
+            self._infinity += counts.sum(axis=1) * nodes.infinity[corners].max()
 
-    def _add(self, cell: Cell, counts: FloatArray, nodes: _Nodes) -> None:
-        """Add the steps of a cell to every length."""
-        corners = list(cell.corners)
-        moments, total = nodes.moments[corners], counts.sum(axis=1)
-        self._product.multiply(cell, counts, moments[:, -1], [nodes.kept[c] for c in corners])
+    def _add(
+        self, cell: Cell, counts: FloatArray, moments: FloatArray, phi: list[ComplexArray]
+    ) -> None:
+        """Multiply by the steps of a cell, each ``sum_c w_c e^(m_c) phi_c / sum_c w_c e^(m_c)``."""
+        scales = np.exp(moments[:, -1] - moments[0, -1])
+        values = [scale * corner for scale, corner in zip(scales, phi, strict=True)]
+        logs, least, truncation = sum_of_logs(cell, counts, values)
+        self._logs += logs - counts @ np.log(cell.weights() @ scales)
+        self._least = np.minimum(self._least, least / scales.max())
+        self._truncation += truncation
         self._bounds += cumulant_bound(cell, counts, moments[:, :-1])
         self._log_norm += cumulant(cell, counts, moments[:, -1])
-        self._infinity += total * nodes.infinity[corners].max()
-        self.steps += total
+        self.steps += counts.sum(axis=1)
+
+    def _product(self, k: int) -> tuple[ComplexArray, float]:
+        """The product of a length, and a bound of the sum of the errors of its transform."""
+        values = np.asarray(np.exp(self._logs[:, k]), dtype=np.complex128)
+        size = np.abs(values)
+        # One factor is off by at most eta: the product by steps * eta * |product / factor|, where the
+        # product of the others is at most 1, as each factor is a characteristic function.
+        eta = _UNIT * (8 + math.log2(self.points))
+        rest = np.minimum(size / np.maximum(self._least, _TINY), 1.0)
+        relative = self.steps[k] * eta * rest + (self._truncation + eta) * size
+        # The l1 norm of the error is at most sqrt(n) times its l2 norm, which is by Parseval that of
+        # the spectrum over sqrt(n); half of a real function's spectrum is given, so it counts twice.
+        return values, math.sqrt(2 * float(relative @ relative))
 
     @property
     def _ends(self) -> tuple[float, float]:
@@ -124,7 +386,7 @@ class ComposedLengths:
     def composed(self, k: int, above: float = -math.inf) -> Composed:
         """The k-th length; losses that are not above a number may be left out, to save time."""
         grid, n, steps = self._grid, self.points, float(self.steps[k])
-        values, error = self._product.result(k, n)
+        values, error = self._product(k)
         # Frequencies that were left out are below e^_NEGLIGIBLE.
         spectrum = np.zeros(n // 2 + 1, dtype=complex)
         spectrum[self._active] = values
@@ -187,6 +449,9 @@ class _Nodes:
         wrapped = np.zeros(rows * self._n)
         wrapped[shift : shift + tilted.size] = tilted
         return np.asarray(fft.rfft(wrapped.reshape(rows, self._n).sum(axis=0)))
+
+
+# -- what is read from it ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -16,35 +16,21 @@ Let D(epsilon; mu, q) be the profile of one subsampled Gaussian, mu = 1/z. At ev
 So a step inside a rectangle of the (TV, q) plane is dominated by the mixture of the rectangle's
 corners with bilinear weights. The error is of second order in the size of the rectangle, whereas
 rounding z down and q up would cost the first order.
-
-Two cruder readings stand here for estimates: :func:`coarse` rounds events down (never cheaper, at
-most 2 % less noise), and :func:`few_alike` keeps the sums of all smooth functions of the noise (no
-bound at all).
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import eigh_tridiagonal
 from scipy.special import ndtr
 
 from lightning_dp.accounting._pmf import GaussianNode, Node
-from lightning_dp.accounting.events import (
-    AbstractEvent,
-    Gaussian,
-    History,
-    PoissonGaussian,
-    sampled_gaussian,
-)
-from lightning_dp.accounting.steps import FloatArray, Steps, merge_arrays
-
-__all__ = ["Cell", "Mixture", "as_mixture", "coarse", "coarse_pairs", "few_alike", "rounded"]
+from lightning_dp.accounting.events import Gaussian, History, PoissonGaussian
+from lightning_dp.accounting.steps import FloatArray, Steps, merge, merge_arrays
 
 IntArray = NDArray[np.intp]
 
@@ -55,11 +41,6 @@ _UNIT = 2.0**-52
 
 _FEW_EVENTS = 50  # so few are not rounded
 _RATIO = math.log(1.02)  # of noise multipliers that count as one
-
-_NODES = 12  # of a quadrature, for each rate
-_ALL_NODES = 24  # of all rates together
-_MOST_RATES = 4
-_TINY = 1e-12
 
 
 @dataclass(frozen=True)
@@ -277,77 +258,23 @@ def coarse(history: History) -> History:
     """
     if len(history) <= _FEW_EVENTS:
         return history
-    kept: list[tuple[AbstractEvent, int]] = []
-    counts: Counter[tuple[float, float]] = Counter()
-    for event, count in history:
-        if isinstance(event, Gaussian | PoissonGaussian):
-            counts[event.pair] += count
-        else:
-            kept.append((event, count))
-    return [*kept, *_rounded_down(counts)]
+    gaussian = [isinstance(event, Gaussian | PoissonGaussian) for event, _ in history]
+    kept = [entry for entry, is_gaussian in zip(history, gaussian, strict=True) if not is_gaussian]
+    steps = merge(
+        [entry for entry, is_gaussian in zip(history, gaussian, strict=True) if is_gaussian]
+    )
+    return [*kept, *coarse_steps(steps).events()]
 
 
-def coarse_pairs(pairs: Iterable[tuple[float, float]]) -> History:
-    """The same for single Gaussian steps (noise multiplier, sample rate), which may be many."""
-    return _rounded_down(Counter(pairs))
-
-
-def _rounded_down(steps: Counter[tuple[float, float]]) -> History:
-    if len(steps) <= _FEW_EVENTS:
-        return [(sampled_gaussian(*pair), count) for pair, count in steps.items()]
-    counts: dict[tuple[float, float], tuple[float, int]] = {}
-    for (noise, rate), count in steps.items():
-        key = (math.floor(math.log(noise) / _RATIO) if noise > 0 else -math.inf, rate)
-        least, total = counts.get(key, (math.inf, 0))
-        counts[key] = min(least, noise), total + count
-    return [(sampled_gaussian(least, rate), total) for (_, rate), (least, total) in counts.items()]
-
-
-def few_alike(steps: Steps) -> Steps:
-    """Return few steps with the sum of every smooth function of the noise; all, of many rates.
-
-    The nodes of Gauss' quadrature for the distribution of log z, for each sample rate: all that is
-    composed are sums over steps. Counts are not whole numbers.
-
-    Example:
-        >>> z = np.linspace(1.0, 2.0, 10_000)
-        >>> few = few_alike(Steps(z, np.full(10_000, 0.01), np.ones(10_000)))
-        >>> len(few.counts), bool(np.isclose(few.counts @ few.noise_multipliers**-2, sum(z**-2)))
-        (12, True)
-    """
-    rates = np.unique(steps.sample_rates)
-    if steps.counts.size <= _NODES or rates.size > _MOST_RATES:
+def coarse_steps(steps: Steps) -> Steps:
+    """Round noise multipliers of one rate down to the least one that is less than 2 % below."""
+    z, q = steps.noise_multipliers, steps.sample_rates
+    if z.size <= _FEW_EVENTS:
         return steps
-    most = min(_NODES, _ALL_NODES // rates.size)
-    z, q, counts = [], [], []
-    for rate in rates:
-        here = steps.at(np.flatnonzero(steps.sample_rates == rate))
-        nodes, weights = _gauss(np.log(here.noise_multipliers), here.counts, most)
-        z.append(np.exp(nodes))
-        q.append(np.full(nodes.size, rate))
-        counts.append(weights)
-    return Steps(np.concatenate(z), np.concatenate(q), np.concatenate(counts))
-
-
-def _gauss(x: FloatArray, weights: FloatArray, most: int) -> tuple[FloatArray, FloatArray]:
-    """Nodes and weights of the quadrature with that many nodes or fewer, by Lanczos' recurrence."""
-    if x.size <= most:
-        return x, weights
-    total, middle = float(weights.sum()), float(x.min() + x.max()) / 2
-    reach = max(float(x.max()) - middle, _TINY)
-    place = (x - middle) / reach
-    vectors = [np.sqrt(weights / total)]
-    diagonal: list[float] = []
-    off_diagonal: list[float] = []
-    for _ in range(most):
-        new = place * vectors[-1]
-        diagonal.append(float(new @ vectors[-1]))
-        for _ in range(2):  # once more, for rounding
-            for vector in vectors:
-                new = new - (new @ vector) * vector
-        off_diagonal.append(float(np.linalg.norm(new)))
-        if off_diagonal[-1] < _TINY:
-            break
-        vectors.append(new / off_diagonal[-1])
-    nodes, basis = eigh_tridiagonal(np.array(diagonal), np.array(off_diagonal[: len(diagonal) - 1]))
-    return middle + reach * nodes, total * basis[0] ** 2
+    with np.errstate(divide="ignore"):
+        places = np.maximum(np.floor(np.log(z) / _RATIO), -1e9)
+    distinct, group = np.unique(places + 1j * q, return_inverse=True)
+    least = np.full(distinct.size, math.inf)
+    np.minimum.at(least, group.reshape(-1), z)
+    totals = np.bincount(group.reshape(-1), weights=steps.counts)
+    return Steps(least, distinct.imag.copy(), totals.astype(float))

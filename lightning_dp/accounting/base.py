@@ -1,8 +1,7 @@
-"""The accountant's interface, the checks that every accountant shares, and a cache of its answers."""
+"""The interface of accountants, their shared checks, and a cache of answers."""
 
 from __future__ import annotations
 
-import math
 import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -11,9 +10,9 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dp._validate import number
-from lightning_dp.accounting.charges import counted
-from lightning_dp.accounting.events import AbstractEvent, History, Relation, check_entry
+from lightning_dp._validate import explained, probability
+from lightning_dp.accounting.events import AbstractEvent, History, check_entry, counted
+from lightning_dp.accounting.events import Relation as Relation
 from lightning_dp.accounting.steps import (
     CheckedHistory,
     EventPlan,
@@ -22,21 +21,12 @@ from lightning_dp.accounting.steps import (
     first_events,
 )
 
-__all__ = [
-    "LEAST_EPSILON",
-    "AbstractAccountant",
-    "CachedAccountant",
-    "Relation",
-    "check_delta",
-    "check_epsilon",
-    "check_relation",
-]
-
 LEAST_EPSILON = 1e-9
 """The smallest budget that noise is calibrated for; grids of losses are no finer."""
 
 _MOST = 16  # answers of a cache
 _FACTORS = {"add_remove": 1.0, "replace_one": 2.0}
+_DELTA = explained(probability, "1e-5 or 1/N^1.1 are usual.")
 
 
 class AbstractAccountant(ABC):
@@ -67,8 +57,6 @@ class AbstractAccountant(ABC):
     @abstractmethod
     def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
         """Return the least delta that this accountant can show at ``epsilon >= 0``."""
-
-    # What follows has defaults that ask :meth:`epsilon`, and may be done faster.
 
     is_its_own_guard: ClassVar[bool] = False
     """True if a budget must be kept by this accountant alone: it is a part of a larger one."""
@@ -101,43 +89,10 @@ class AbstractAccountant(ABC):
         found = [self.epsilon([*spent, *first_events(plan, n)], delta, relation) for n in lengths]
         return np.array(found, dtype=float)
 
-    def first_scale(
-        self,
-        cost: Callable[[float], float],
-        spent: CheckedHistory,
-        shapes: Steps,
-        budget: tuple[float, float],
-        relation: Relation,
-        tolerance: float,
-    ) -> tuple[float, float]:
-        """Return where to begin to search for the scale of the noise that meets a budget.
 
-        Args:
-            cost: epsilon at a scale.
-            spent: what ran before.
-            shapes: the steps at scale 1.
-            budget: epsilon and delta.
-            relation: the neighbouring relation.
-            tolerance: of epsilon, relative.
-
-        Returns:
-            A scale, and a guess of the slope of log epsilon in the logarithm of the scale there.
-        """
-        return shapes.mu, -1.0
-
-
-def check_delta(delta: float) -> float:
+def check_delta(delta: object) -> float:
     """Return ``delta`` if it is in (0, 1), else raise."""
-    if not 0.0 < number("delta", delta) < 1.0:
-        raise ValueError(f"delta must be in (0, 1), got {delta}; 1e-5 or 1/N^1.1 are usual.")
-    return float(delta)
-
-
-def check_epsilon(epsilon: float) -> float:
-    """Return ``epsilon`` if it is finite and not negative, else raise."""
-    if not 0.0 <= number("epsilon", epsilon) < math.inf:
-        raise ValueError(f"epsilon must be finite and at least 0, got {epsilon}.")
-    return float(epsilon)
+    return float(_DELTA("delta", delta))
 
 
 def check_relation(relation: str) -> float:
@@ -150,10 +105,9 @@ def check_relation(relation: str) -> float:
 
 
 class CachedAccountant(AbstractAccountant):
-    """Keeps the latest few answers of another accountant.
+    """Keeps the latest few answers of another accountant, by the events of a history in any order.
 
-    Histories are the same if they have the same events equally often: their order has no meaning. So
-    the ε of a whole plan, of which every step makes another part the past, is computed once.
+    The ε of a whole plan, of which every step makes another part the past, is computed once.
 
     Args:
         accountant: the one that computes them.
@@ -177,12 +131,12 @@ class CachedAccountant(AbstractAccountant):
 
     def epsilon(self, history: History, delta: float, relation: Relation = "add_remove") -> float:
         """Return the accountant's ε, computed or kept."""
-        key = ("epsilon", _key(history), delta, relation)
+        key = ("epsilon", _events_in(history), delta, relation)
         return self._answer(key, lambda: self._accountant.epsilon(history, delta, relation))
 
     def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
         """Return the accountant's δ, computed or kept."""
-        key = ("delta", _key(history), epsilon, relation)
+        key = ("delta", _events_in(history), epsilon, relation)
         return self._answer(key, lambda: self._accountant.delta(history, epsilon, relation))
 
     def _answer(self, key: object, compute: Callable[[], float]) -> float:
@@ -193,5 +147,5 @@ class CachedAccountant(AbstractAccountant):
         return self._answers[key]
 
 
-def _key(history: History) -> frozenset[tuple[AbstractEvent, int]]:
+def _events_in(history: History) -> frozenset[tuple[AbstractEvent, int]]:
     return frozenset(counted(map(check_entry, history)))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
+from scipy.optimize import brentq
 
 from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import listed, number, positive, whole
 from lightning_dp._warnings import warn
-from lightning_dp.accounting._scale import ENDLESS, solve
 from lightning_dp.accounting.base import (
     LEAST_EPSILON,
     AbstractAccountant,
@@ -19,12 +20,9 @@ from lightning_dp.accounting.base import (
     check_delta,
     check_relation,
 )
-from lightning_dp.accounting.events import (
-    AbstractEvent,
-    History,
-    sampled_gaussian,
-)
+from lightning_dp.accounting.events import AbstractEvent, History, sampled_gaussian
 from lightning_dp.accounting.external import Declared
+from lightning_dp.accounting.gdp import mu_of_budget
 from lightning_dp.accounting.pld import chosen
 from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.accounting.steps import (
@@ -36,13 +34,17 @@ from lightning_dp.accounting.steps import (
     merge_arrays,
 )
 
-__all__ = ["affordable_steps", "alike", "calibrate", "calibrate_steps"]
-
-_TOLERANCE = 1e-3
-_LARGEST_SCALE = 1e6
+_TOLERANCE = 1e-3  # of epsilon, relative
+_SAME = 1e-9  # of the logarithm of the scale: a cost that jumps over the target
+_ENDLESS = 1e17  # times the scale where a search began: more noise changes nothing
+_FEW = 32  # so few distinct steps are not rounded
+_ROUGH = 0.02  # tolerance of the first estimate
+_RATIO = 0.1  # of noise multipliers that are rounded to one, in logarithms
 _MOST = 10**18  # steps that are alike
 _MOST_STEPS = 10**8  # that are looked at one by one
 _AT_ONCE = 10**6  # steps that are cheap enough to be looked at at first
+
+_Cost = Callable[[float], float]
 
 
 def calibrate(
@@ -117,10 +119,18 @@ def calibrate_steps(
     def cost(scale: float) -> float:
         return judge.epsilon_after(before, shapes.scaled(scale), delta, relation)
 
-    start, slope = judge.first_scale(cost, before, shapes, (epsilon, delta), relation, _TOLERANCE)
-    scale = solve(cost, start, epsilon, _TOLERANCE, slope)
+    # The accountant is slow for many distinct steps, so the scale is approached by few of them.
+    few, few_before = _few(shapes), replace(before, steps=_few(before.steps))
+
+    @cache
+    def estimate(scale: float) -> float:
+        return judge.epsilon_after(few_before, few.scaled(scale), delta, relation)
+
+    start, slope = _normal_scale(shapes, epsilon, delta, relation)
+    near = start if few is shapes else _near_scale(cost, estimate, start, epsilon, slope)
+    scale = solve(cost, near, epsilon, _TOLERANCE, slope)
     if not scale < math.inf:
-        least = epsilon_text(cost(start * ENDLESS), 6)
+        least = epsilon_text(cost(start * _ENDLESS), 6)
         raise RefusedSetting(
             f"no noise keeps the steps within epsilon={epsilon:g} at delta={delta:g}: by the accountant "
             f"{judge.name} they cost at least {least}, however large the noise is. Raise epsilon.",
@@ -148,6 +158,101 @@ def _checked(
             topic="budget-exhausted",
         )
     return before
+
+
+def _few(steps: Steps) -> Steps:
+    """Return fewer distinct steps that cost nearly the same together."""
+    if steps.counts.size <= _FEW:
+        return steps
+    from lightning_dp.accounting._grouping import rounded
+
+    return rounded(steps, _RATIO).scaled(math.exp(_RATIO / 2))  # on average as much noise
+
+
+def _normal_scale(
+    shapes: Steps, epsilon: float, delta: float, relation: Relation
+) -> tuple[float, float]:
+    """Return the scale by the central limit theorem, and the slope of log μ in its logarithm."""
+    if np.all(shapes.sample_rates == 1):
+        return shapes.mu, -1.0
+    mu = math.log(mu_of_budget(epsilon, delta) / check_relation(relation))
+    log_rates = 2 * np.log(shapes.sample_rates)
+
+    def excess(log_scale: float) -> float:
+        """Return the excess of log μ, ``sum_t q_t^2 (e^(1/z_t^2) - 1) = mu^2``."""
+        x = np.exp(-2 * log_scale) / shapes.noise_multipliers**2
+        log_terms = log_rates + x + np.log(-np.expm1(-x)) + np.log(shapes.counts)
+        return 0.5 * float(np.logaddexp.reduce(log_terms)) - mu
+
+    low = float(np.log(1e-2 / shapes.noise_multipliers.min()))
+    high = low + math.log(1e10)
+    if not excess(low) > 0 > excess(high):
+        return shapes.mu, -1.0
+    scale = float(brentq(excess, low, high, xtol=1e-3))
+    return math.exp(scale), min((excess(scale + 0.01) - excess(scale)) / 0.01, -1.0)
+
+
+def _near_scale(cost: _Cost, estimate: _Cost, start: float, epsilon: float, slope: float) -> float:
+    """Return a scale whose cost is likely to be within the tolerance, by a quick estimate of it."""
+    found = solve(estimate, start, epsilon, _ROUGH, slope)
+    for _ in range(2):
+        if found == math.inf:
+            return start
+        start, value = found, cost(found)
+        if not 0 < value < math.inf or epsilon * (1 - _TOLERANCE) <= value <= epsilon:
+            break
+        # The error of the estimate varies so slowly with the scale that its ratio corrects it.
+        wanted = epsilon * (1 - _TOLERANCE / 2) * estimate(start) / value
+        if not wanted > 0:  # of next to nothing, an estimate may be 0
+            break
+        found = solve(estimate, start, wanted * (1 + _TOLERANCE / 8), _TOLERANCE / 4, slope)
+    return found
+
+
+def solve(cost: _Cost, start: float, target: float, tolerance: float, slope: float) -> float:
+    """A scale with ``(1 - tolerance) target <= cost(scale) <= target``; cost falls with the scale.
+
+    Infinite, if the cost stays above the target however large the scale is. ``slope``: a guess of that
+    of the logarithm of the cost in that of the scale.
+    """
+    aim, x = math.log(target * (1 - tolerance / 2)), math.log(start)
+    points: list[tuple[float, float]] = []
+    low, high = -math.inf, math.inf  # of x: the cost is above the target at low, not at high
+    for turn in range(200):
+        value = cost(math.exp(x))
+        if target * (1 - tolerance) <= value <= target:
+            return math.exp(x)
+        low, high = (max(low, x), high) if value > target else (low, min(high, x))
+        if high - low < _SAME:
+            return math.exp(high)
+        if low > math.log(start * _ENDLESS):
+            return math.inf
+        if 0 < value < math.inf:
+            points = [*points[-1:], (x, math.log(value))]
+        guess = math.nan if turn % 6 == 5 else _secant(points, slope, aim)
+        x = _inside(guess, low, high)
+    return math.exp(high)
+
+
+def _secant(points: list[tuple[float, float]], slope: float, aim: float) -> float:
+    """The place where log cost is ``aim`` by two points, or one and a slope; else NaN."""
+    if not points:
+        return math.nan
+    x, y = points[-1]
+    if len(points) == 2 and points[0][0] != x:
+        slope = min((y - points[0][1]) / (x - points[0][0]), -0.05)
+    return min(max(x + (aim - y) / slope, x - 3.0), x + 3.0)
+
+
+def _inside(guess: float, low: float, high: float) -> float:
+    """The guess if it is inside the bracket, else some number that is."""
+    if low < guess < high:
+        return guess
+    if math.isinf(low):
+        return high - 1.0
+    if math.isinf(high):
+        return low + 1.0
+    return (low + high) / 2
 
 
 def alike(sample_rate: float, steps: int, shape: float = 1.0) -> Steps:
@@ -298,8 +403,8 @@ def _check_budget(epsilon: float, delta: float, relation: Relation) -> tuple[flo
     epsilon = positive("epsilon", epsilon)
     if not epsilon >= LEAST_EPSILON:
         raise ValueError(
-            f"epsilon={epsilon} is below {LEAST_EPSILON:g}, and no budget so small can be kept and "
-            "used. Raise epsilon."
+            f"epsilon={epsilon} is below {LEAST_EPSILON:g}, the smallest supported budget. "
+            "Raise epsilon."
         )
     check_relation(relation)
     return epsilon, check_delta(delta)

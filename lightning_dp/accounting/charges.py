@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 from lightning_dp._refusals import Refusal
 from lightning_dp._validate import whole
-from lightning_dp.accounting.events import AbstractEvent, event_from_dict
-from lightning_dp.accounting.external import AbstractExternal
-
-__all__ = ["Charges", "JournalError", "counted"]
-
-_Run: TypeAlias = Sequence[tuple[AbstractEvent, int]]
+from lightning_dp.accounting.events import (
+    AbstractEvent,
+    AbstractExternal,
+    History,
+    counted,
+    event_from_dict,
+)
 
 
 class JournalError(Refusal, RuntimeError):
     """The record of what was spent is missing, damaged or in use: training must not go on."""
 
 
-class Charges(Mapping[str, _Run]):
+class Charges(Mapping[str, History]):
     """The events that each run was charged, in their order; equal neighbours are counted together.
 
     A run is one fit in one process, or one round of a federated client. Charges are only ever added.
@@ -33,14 +34,14 @@ class Charges(Mapping[str, _Run]):
         (4, 1, [(Gaussian(noise_multiplier=2.0), 4)])
     """
 
-    def __init__(self, runs: Mapping[str, _Run] | None = None) -> None:
+    def __init__(self, runs: Mapping[str, History] | None = None) -> None:
         self._runs: dict[str, list[tuple[AbstractEvent, int]]] = {}
         self._lengths: dict[str, int] = {}
         self._steps = 0
         self._voided: str | None = None
         self.merge({} if runs is None else runs)
 
-    def __getitem__(self, run: str) -> _Run:
+    def __getitem__(self, run: str) -> History:
         return self._runs[run]
 
     def __iter__(self) -> Iterator[str]:
@@ -51,8 +52,6 @@ class Charges(Mapping[str, _Run]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._runs})"
-
-    # -- what was spent --------------------------------------------------------------------
 
     @property
     def steps(self) -> int:
@@ -84,8 +83,6 @@ class Charges(Mapping[str, _Run]):
         """Return all events with their counts; the order has no meaning for ε."""
         return counted(chain.from_iterable(self._runs.values()))
 
-    # -- more charges ----------------------------------------------------------------------
-
     def append(self, run: str, event: AbstractEvent) -> None:
         """Add the next charge of a run."""
         charges = self._runs.setdefault(run, [])
@@ -96,7 +93,7 @@ class Charges(Mapping[str, _Run]):
         self._lengths[run] = self.length(run) + 1
         self._count(event, 1)
 
-    def merge(self, other: Mapping[str, _Run]) -> None:
+    def merge(self, other: Mapping[str, History]) -> None:
         """Add what another record knows: the longer one of each run.
 
         Raises:
@@ -125,8 +122,6 @@ class Charges(Mapping[str, _Run]):
         elif self._voided is None:
             self._voided = event.withdrawn
 
-    # -- as data ---------------------------------------------------------------------------
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain types, for checkpoints and reports."""
         return {
@@ -149,19 +144,11 @@ class Charges(Mapping[str, _Run]):
         )
 
 
-def counted(history: Iterable[tuple[AbstractEvent, int]]) -> list[tuple[AbstractEvent, int]]:
-    """Return a history in which each event stands once."""
-    counts: dict[AbstractEvent, int] = {}
-    for event, count in history:
-        counts[event] = counts.get(event, 0) + count
-    return list(counts.items())
-
-
-def _length(charges: _Run) -> int:
+def _length(charges: History) -> int:
     return sum(count for _, count in charges)
 
 
-def _longer(run: str, a: _Run, b: _Run) -> _Run:
+def _longer(run: str, a: History, b: History) -> History:
     """Return the longer one of two records of a run, if the other is a beginning of it."""
     short, long = sorted((a, b), key=_length)
     # All entries agree, except that the shorter record may end within its last one.

@@ -8,21 +8,17 @@ from typing import ClassVar
 
 import numpy as np
 
-from lightning_dp._validate import between, normalise, whole
+from lightning_dp._validate import between, normalise, not_negative, whole
 from lightning_dp.accounting.base import (
     AbstractAccountant,
     Relation,
     check_delta,
-    check_epsilon,
 )
 from lightning_dp.accounting.events import History, sampled_gaussian
-from lightning_dp.accounting.external import Declared
 from lightning_dp.accounting.gdp import mu_of_budget
 from lightning_dp.accounting.pld import PLDAccountant
-from lightning_dp.accounting.rdp import RenyiCurve
+from lightning_dp.accounting.rdp import RenyiCurve, penalty
 from lightning_dp.accounting.steps import CheckedHistory
-
-__all__ = ["EnvelopeAccountant", "OneOrderAccountant", "order_of_budget"]
 
 # Closer together where they are small, as for large budgets.
 _ORDERS = np.concatenate(
@@ -65,32 +61,39 @@ class OneOrderAccountant(AbstractAccountant):
 
     def epsilon(self, history: History, delta: float, relation: Relation = "add_remove") -> float:
         """Return rho(a) and the penalty; 0 for nothing."""
-        declared = Declared.of(CheckedHistory.of(history).external, relation)
-        rho, left = self.divergence(history, relation), declared.left_of(check_delta(delta))
-        if rho == 0.0 and declared.is_empty:
+        curve = self._curve(history, relation)
+        left = curve.declared.left_of(check_delta(delta))
+        if curve.is_empty:
             return 0.0
-        return max(0.0, rho + self.penalty(left)) if left > 0 else math.inf
+        return max(0.0, self._rho(curve) + self.penalty(left)) if left > 0 else math.inf
 
     def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
         """Return ``e^((a - 1) (rho(a) - epsilon + log(1 - 1/a)) - log a)``; 0 for nothing."""
-        declared = Declared.of(CheckedHistory.of(history).external, relation)
-        rho, a = self.divergence(history, relation), self.order
-        if rho == 0.0 and declared.is_empty:
+        curve, a = self._curve(history, relation), self.order
+        epsilon = not_negative("epsilon", epsilon)
+        if curve.is_empty:
             return 0.0
-        exponent = (a - 1) * (rho - check_epsilon(epsilon) + math.log1p(-1 / a)) - math.log(a)
-        return declared.with_all(math.exp(min(exponent, 0.0)))
+        exponent = (a - 1) * (self._rho(curve) - epsilon + math.log1p(-1 / a)) - math.log(a)
+        return curve.declared.with_all(math.exp(min(exponent, 0.0)))
 
     def divergence(self, history: History, relation: Relation) -> float:
         """Return rho(a) of a history."""
-        curve = RenyiCurve.of(history, relation)
-        if curve.is_empty:
-            return 0.0
-        return math.inf if curve.has_noiseless else float(curve.at(np.array([self.order]))[0])
+        return self._rho(self._curve(history, relation))
 
     def penalty(self, delta: float) -> float:
-        """Return what is added to rho(a) for epsilon at delta."""
-        a = self.order
-        return math.log1p(-1 / a) - (math.log(delta) + math.log(a)) / (a - 1)
+        """Return the difference of epsilon at delta and rho(a)."""
+        return penalty(self.order, delta)
+
+    @staticmethod
+    def _curve(history: History, relation: Relation) -> RenyiCurve:
+        return RenyiCurve.of(CheckedHistory.of(history), relation)
+
+    def _rho(self, curve: RenyiCurve) -> float:
+        if curve.is_empty:
+            return 0.0
+        if curve.steps.has_noiseless:
+            return math.inf
+        return float(curve.at(np.array([self.order]))[0])
 
 
 def order_of_budget(epsilon: float, delta: float) -> float:
@@ -162,7 +165,7 @@ class EnvelopeAccountant(AbstractAccountant):
         checked = CheckedHistory.of(history)
         steps = checked.steps
         return (
-            checked.is_gaussian
+            not checked.external
             and steps.total <= self.steps
             and bool(np.all(steps.noise_multipliers >= self.noise_multiplier))
             and bool(np.all(steps.sample_rates <= self.sample_rate))

@@ -1,38 +1,121 @@
-"""Privacy events: one frozen, checked record for each kind of noisy release."""
+"""Privacy events: one frozen, checked record for each kind of noisy release, and histories of them."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Mapping
+import reprlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from typing import Literal, TypeAlias, get_args
 
 from lightning_dp._refusals import Refusal, RefusedSetting
-from lightning_dp._validate import listed, number
-from lightning_dp.accounting.abstract_event import (
-    AbstractEvent,
-    History,
-    Relation,
-    check_entry,
-    check_history,
+from lightning_dp._validate import (
+    between,
+    explained,
+    listed,
+    normalise,
+    not_negative,
+    number,
+    one_of,
+    whole,
 )
-from lightning_dp.accounting.external import ZCDP, ApproximateDP
 
-__all__ = [
-    "ZCDP",
-    "AbstractEvent",
-    "ApproximateDP",
-    "Gaussian",
-    "History",
-    "PoissonGaussian",
-    "PoissonRound",
-    "Relation",
-    "Voided",
-    "VoidedRunError",
-    "check_entry",
-    "check_history",
-    "event_from_dict",
-    "sampled_gaussian",
-]
+Relation: TypeAlias = Literal["add_remove", "replace_one"]
+"""Neighbouring data sets: one record more or less, or one record exchanged."""
+
+_NOISE = explained(
+    not_negative, "It is the noise standard deviation over the sensitivity (0 means no privacy)."
+)
+_RATE = explained(
+    between("(0, 1]"),
+    "It is the probability that a record takes part: the expected batch size over the records.",
+)
+_RELATION = one_of(get_args(Relation))
+_LONGEST = 300  # letters of the user's words
+
+
+@dataclass(frozen=True)
+class AbstractEvent(ABC):
+    """One noisy release, described by public numbers only.
+
+    Every event whose ``is_gaussian`` is true is, for accounting, one Gaussian release on one Poisson
+    sample: each record takes part independently with probability ``sample_rate``, the sum over the
+    participating records has sensitivity ``C`` to adding or removing one record, and noise
+    ``N(0, (noise_multiplier * C)^2 I)`` is added to it. How a sequence of events is
+    analysed is the business of an accountant.
+    """
+
+    @property
+    @abstractmethod
+    def pair(self) -> tuple[float, float]:
+        """``(noise_multiplier, sample_rate)`` of the equivalent single subsampled Gaussian.
+
+        Raises ValueError if there is none.
+        """
+
+    @property
+    def is_gaussian(self) -> bool:
+        """True if there is a :attr:`pair`."""
+        return True
+
+    @property
+    def is_step(self) -> bool:
+        """True for a noised step of this package; False for what others released."""
+        return self.withdrawn is None
+
+    @property
+    def withdrawn(self) -> str | None:
+        """The reason for which ε of all before it is withdrawn; None for a release."""
+        return None
+
+    def to_dict(self) -> dict[str, object]:
+        """Return name and fields as strings, numbers and lists; ``event_from_dict`` is the inverse.
+
+        What is written is never written differently later: a field that is added needs a default,
+        which is what it is in files that were written before.
+        """
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+        return {"event": type(self).__name__, **plain}
+
+
+History: TypeAlias = Sequence[tuple[AbstractEvent, int]]
+
+
+def check_history(history: object, name: str = "history") -> list[tuple[AbstractEvent, int]]:
+    """Return a legal history, which was given as the argument of that name.
+
+    Raises:
+        TypeError: if it has no entries.
+        ValueError: naming an entry that is no pair of an event and a count of at least 0.
+
+    Example:
+        >>> check_history([3], "spent")
+        Traceback (most recent call last):
+        ValueError: spent must hold pairs (event, count), got 3.
+    """
+    return [check_entry(entry, name) for entry in listed(name, history, "pairs (event, count)")]
+
+
+def check_entry(entry: object, name: str = "history") -> tuple[AbstractEvent, int]:
+    """Return a legal entry of a history, or raise."""
+    if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], AbstractEvent)):
+        raise ValueError(f"{name} must hold pairs (event, count), got {reprlib.repr(entry)}.")
+    event, count = entry
+    if type(count) is int and count >= 0:  # nearly always, and histories are long
+        return event, count
+    return event, whole("count", count, 0, of=name)
+
+
+def counted(history: Iterable[tuple[AbstractEvent, int]]) -> list[tuple[AbstractEvent, int]]:
+    """Return a history in which each event stands once."""
+    counts: dict[AbstractEvent, int] = {}
+    for event, count in history:
+        counts[event] = counts.get(event, 0) + count
+    return list(counts.items())
 
 
 @dataclass(frozen=True)
@@ -54,7 +137,7 @@ class Gaussian(AbstractEvent):
     noise_multiplier: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "noise_multiplier", _noise_multiplier(self.noise_multiplier))
+        normalise(self, _NOISE, "noise_multiplier")
 
     @property
     def pair(self) -> tuple[float, float]:
@@ -85,8 +168,8 @@ class PoissonGaussian(AbstractEvent):
     sample_rate: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "noise_multiplier", _noise_multiplier(self.noise_multiplier))
-        object.__setattr__(self, "sample_rate", _sample_rate(self.sample_rate))
+        normalise(self, _NOISE, "noise_multiplier")
+        normalise(self, _RATE, "sample_rate")
 
     @property
     def pair(self) -> tuple[float, float]:
@@ -118,18 +201,8 @@ class PoissonRound(AbstractEvent):
     sample_rate: float
 
     def __post_init__(self) -> None:
-        try:
-            given = listed("noise_multipliers", self.noise_multipliers, "numbers")
-        except TypeError:
-            given = ()
-        if not given:
-            raise ValueError(
-                f"noise_multipliers must be a non-empty sequence, got {self.noise_multipliers!r}; "
-                "pass one noise multiplier for each query of the round."
-            )
-        checked = tuple(_noise_multiplier(z, "noise_multipliers") for z in given)
-        object.__setattr__(self, "noise_multipliers", checked)
-        object.__setattr__(self, "sample_rate", _sample_rate(self.sample_rate))
+        normalise(self, _noises, "noise_multipliers")
+        normalise(self, _RATE, "sample_rate")
 
     @property
     def pair(self) -> tuple[float, float]:
@@ -154,26 +227,16 @@ def sampled_gaussian(noise_multiplier: float, sample_rate: float) -> Gaussian | 
     return PoissonGaussian(noise_multiplier, sample_rate)
 
 
-def _noise_multiplier(value: object, name: str = "noise_multiplier") -> float:
-    """Return a legal noise multiplier as a float, or raise."""
-    z = number(name, value)
-    if not 0.0 <= z < math.inf:
+def _noises(name: str, value: object, *, of: str | None = None) -> tuple[float, ...]:
+    try:
+        given = listed(name, value, "numbers")
+    except TypeError:
+        given = ()
+    if not given:
         raise ValueError(
-            f"{name} must be finite and at least 0, got {z}; "
-            "it is the noise standard deviation divided by the sensitivity (0 means no privacy)."
+            f"{name}={value!r} must be a list of numbers: one noise multiplier for each query."
         )
-    return z
-
-
-def _sample_rate(value: object) -> float:
-    """Return a legal sample rate as a float, or raise."""
-    q = number("sample_rate", value)
-    if not 0.0 < q <= 1.0:
-        raise ValueError(
-            f"sample_rate must be in (0, 1], got {q}; it is the probability that a record takes "
-            "part in a step: the expected batch size divided by the number of records."
-        )
-    return q
+    return tuple(_NOISE(name, each) for each in given)
 
 
 class VoidedRunError(Refusal, RuntimeError):
@@ -232,16 +295,178 @@ class Voided(AbstractEvent):
         return self.reason
 
 
+@dataclass(frozen=True)
+class AbstractExternal(AbstractEvent):
+    """A release that was made elsewhere, known by the guarantee that somebody states for it.
+
+    What is declared is taken at its word, and reports say so.
+    """
+
+    @property
+    @abstractmethod
+    def declared(self) -> str:
+        """The user's words as one line, of the release, its guarantee and the relation."""
+
+    @property
+    def key(self) -> str:
+        """Its name among the runs of a ledger, by which it counts once wherever it is declared."""
+        text = json.dumps(self.to_dict(), sort_keys=True).encode()
+        return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+    @abstractmethod
+    def costs(self, relation: Relation) -> tuple[float, float, float]:
+        """Return ``(epsilon, delta, rho)`` under a relation: it is both (ε, δ)-DP next to ρ-zCDP.
+
+        Raises ValueError if the guarantee says nothing about that relation.
+        """
+
+    @property
+    def is_gaussian(self) -> bool:
+        """False."""
+        return False
+
+    @property
+    def is_step(self) -> bool:
+        """False, since nothing was trained with it."""
+        return False
+
+    @property
+    def pair(self) -> tuple[float, float]:
+        """Raises ValueError, since no single Gaussian costs the same."""
+        raise ValueError(
+            f"{self} is no Gaussian release, so this guard or accountant cannot count it: use "
+            "PLDAccountant() or StreamingRDPAccountant()."
+        )
+
+
+@dataclass(frozen=True)
+class ApproximateDP(AbstractExternal):
+    """A release that is (ε, δ)-differentially private, by whatever mechanism.
+
+    Promised by whoever declares it: for all neighbouring data sets x, x' under ``relation``, in both
+    orders, and every set S of outputs, ``P(M(x) in S) <= e^epsilon P(M(x') in S) + delta``; also if
+    what was asked depended on earlier releases. :class:`PLDAccountant` composes it by its exact
+    dominating pair (:class:`Declared`).
+
+    A guarantee under "add_remove" counts under "replace_one" as that of two changes,
+    ``(2 epsilon, (1 + e^epsilon) delta)``. One under "replace_one" is refused under "add_remove": it
+    may have told everybody the number of records.
+
+    Args:
+        epsilon: ε >= 0. 0 with δ > 0 is legal.
+        delta: δ in [0, 1); 0 for pure differential privacy.
+        relation: the neighbouring relation of the guarantee, "add_remove" or "replace_one".
+        what: your words for the release, one line. A release is known by them: two that differ
+            must not have the same words, and one that several trainings declare counts once.
+
+    Raises:
+        ValueError: naming the argument.
+
+    Example:
+        >>> from lightning_dp.accounting import PoissonGaussian, epsilon
+        >>> table = ApproximateDP(0.5, 1e-7, relation="add_remove", what="table of ages, 2026-03-01")
+        >>> run = (PoissonGaussian(1.0, sample_rate=0.01), 1000)
+        >>> round(epsilon([run], delta=1e-5), 2), round(epsilon([run, (table, 1)], delta=1e-5), 2)
+        (1.83, 2.27)
+    """
+
+    epsilon: float
+    delta: float
+    relation: Relation
+    what: str
+
+    def __post_init__(self) -> None:
+        normalise(self, not_negative, "epsilon")
+        normalise(self, between("[0, 1)"), "delta")
+        normalise(self, _RELATION, "relation")
+        normalise(self, _words, "what")
+
+    @property
+    def declared(self) -> str:
+        """The user's words as one line."""
+        return f"{self.what}: ({self.epsilon:g}, {self.delta:g})-DP ({self.relation})"
+
+    def costs(self, relation: Relation) -> tuple[float, float, float]:
+        """Return ``(epsilon, delta, 0)``, of two changes for replace-one from add/remove."""
+        if self.relation == _checked(self, relation):
+            return self.epsilon, self.delta, 0.0
+        # P(x) <= e^ε (e^ε P(x'') + δ) + δ, x' between x and x''.
+        growth = math.exp(self.epsilon) if self.epsilon < 700 else math.inf
+        return 2 * self.epsilon, (1 + growth) * self.delta if self.delta else 0.0, 0.0
+
+
+@dataclass(frozen=True)
+class ZCDP(AbstractExternal):
+    """A release that is ρ-zero-concentrated differentially private, as a census has it.
+
+    Promised by whoever declares it: the Rényi divergence of every order a > 1 between the outputs
+    for neighbouring data sets, in both orders, is at most ``rho * a`` (Bun and Steinke, arXiv
+    1605.02065v1, Definition 1.1). ρ of several releases add up. Rényi accounting takes it as it is;
+    :class:`PLDAccountant` by the largest privacy profile that it leaves possible.
+
+    A guarantee under "add_remove" counts under "replace_one" as that of two changes, ``4 rho``
+    (Proposition 1.9 there). One under "replace_one" is refused under "add_remove".
+
+    Args:
+        rho: ρ >= 0.
+        relation: the neighbouring relation of the guarantee, "add_remove" or "replace_one".
+        what: your words for the release, one line. A release is known by them: two that differ
+            must not have the same words, and one that several trainings declare counts once.
+
+    Raises:
+        ValueError: naming the argument.
+
+    Example:
+        >>> from lightning_dp.accounting import StreamingRDPAccountant
+        >>> tables = ZCDP(0.1, relation="replace_one", what="tables of the census")
+        >>> round(StreamingRDPAccountant().epsilon([(tables, 1)], 1e-5, "replace_one"), 2)
+        1.92
+    """
+
+    rho: float
+    relation: Relation
+    what: str
+
+    def __post_init__(self) -> None:
+        normalise(self, not_negative, "rho")
+        normalise(self, _RELATION, "relation")
+        normalise(self, _words, "what")
+
+    @property
+    def declared(self) -> str:
+        """The user's words as one line."""
+        return f"{self.what}: {self.rho:g}-zCDP ({self.relation})"
+
+    def costs(self, relation: Relation) -> tuple[float, float, float]:
+        """Return ``(0, 0, rho)``, of two changes for replace-one from add/remove."""
+        return 0.0, 0.0, self.rho if self.relation == _checked(self, relation) else 4 * self.rho
+
+
+def _words(name: str, value: object, *, of: str | None = None) -> str:
+    """Return one line of a user's own words, which a report will print."""
+    is_line = isinstance(value, str) and 0 < len(value.strip()) <= _LONGEST
+    if not (is_line and isinstance(value, str) and value.isprintable()):
+        raise ValueError(
+            f"{name}={value!r} must be one line of 1 to {_LONGEST} letters that says which release "
+            "it is."
+        )
+    return value.strip()
+
+
+def _checked(event: ApproximateDP | ZCDP, relation: Relation) -> Relation:
+    """Return the relation that ε is asked for, or refuse a guarantee that does not speak of it."""
+    if event.relation == "replace_one" and relation == "add_remove":
+        raise ValueError(
+            f"{event} is a guarantee for the exchange of a record, and says nothing about adding or "
+            "removing one (it may have told everybody the number of records). State it under "
+            "add_remove, or ask for ε under relation='replace_one'."
+        )
+    return relation
+
+
 _KNOWN: dict[str, type[AbstractEvent]] = {
     kind.__name__: kind
-    for kind in (
-        Gaussian,
-        PoissonGaussian,
-        PoissonRound,
-        ApproximateDP,
-        ZCDP,
-        Voided,
-    )
+    for kind in (Gaussian, PoissonGaussian, PoissonRound, ApproximateDP, ZCDP, Voided)
 }
 
 

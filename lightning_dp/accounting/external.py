@@ -1,197 +1,23 @@
-"""Guarantees of other releases about the same records: declared, not measured, and composed soundly."""
+"""Declared guarantees: their composition, Rényi divergences and pessimistic loss distributions."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import expit
 
-from lightning_dp._validate import between, normalise, not_negative, one_of
-from lightning_dp.accounting.abstract_event import AbstractEvent, Relation
+from lightning_dp.accounting._pmf import LossPmf, Node
+from lightning_dp.accounting.events import AbstractExternal, Relation
+from lightning_dp.accounting.steps import FloatArray
 
-__all__ = ["NOTHING", "ZCDP", "AbstractExternal", "ApproximateDP", "Declared"]
-
-_LONGEST = 300  # letters of the user's words
-
-
-@dataclass(frozen=True)
-class AbstractExternal(AbstractEvent):
-    """A release that was made elsewhere, known by the guarantee that somebody states for it.
-
-    What is declared is taken at its word, and reports say so.
-    """
-
-    @property
-    @abstractmethod
-    def declared(self) -> str:
-        """The user's words as one line, of the release, its guarantee and the relation."""
-
-    @property
-    def key(self) -> str:
-        """Its name among the runs of a ledger, by which it counts once wherever it is declared."""
-        text = json.dumps(self.to_dict(), sort_keys=True).encode()
-        return hashlib.blake2b(text, digest_size=8).hexdigest()
-
-    @abstractmethod
-    def costs(self, relation: Relation) -> tuple[float, float, float]:
-        """Return ``(epsilon, delta, rho)`` under a relation: it is both (ε, δ)-DP next to ρ-zCDP.
-
-        Raises ValueError if the guarantee says nothing about that relation.
-        """
-
-    @property
-    def is_gaussian(self) -> bool:
-        """False."""
-        return False
-
-    @property
-    def is_step(self) -> bool:
-        """False, since nothing was trained with it."""
-        return False
-
-    @property
-    def pair(self) -> tuple[float, float]:
-        """Raises ValueError, since no single Gaussian costs the same."""
-        raise ValueError(
-            f"{self} is no Gaussian release, so this guard or accountant cannot count it: use "
-            "PLDAccountant() or StreamingRDPAccountant()."
-        )
-
-
-@dataclass(frozen=True)
-class ApproximateDP(AbstractExternal):
-    """A release that is (ε, δ)-differentially private, by whatever mechanism.
-
-    Promised by whoever declares it: for all neighbouring data sets x, x' under ``relation``, in both
-    orders, and every set S of outputs, ``P(M(x) in S) <= e^epsilon P(M(x') in S) + delta``; also if
-    what was asked depended on earlier releases. :class:`PLDAccountant` composes it by its exact
-    dominating pair (:class:`Declared`).
-
-    A guarantee under "add_remove" counts under "replace_one" as that of two changes,
-    ``(2 epsilon, (1 + e^epsilon) delta)``. One under "replace_one" is refused under "add_remove": it
-    may have told everybody the number of records.
-
-    Args:
-        epsilon: ε >= 0. 0 with δ > 0 is legal.
-        delta: δ in [0, 1); 0 for pure differential privacy.
-        relation: the neighbouring relation of the guarantee, "add_remove" or "replace_one".
-        what: your words for the release, one line. A release is known by them: two that differ
-            must not have the same words, and one that several trainings declare counts once.
-
-    Raises:
-        ValueError: naming the argument.
-
-    Example:
-        >>> from lightning_dp.accounting import PoissonGaussian, epsilon
-        >>> table = ApproximateDP(0.5, 1e-7, relation="add_remove", what="table of ages, 2026-03-01")
-        >>> run = (PoissonGaussian(1.0, sample_rate=0.01), 1000)
-        >>> round(epsilon([run], delta=1e-5), 2), round(epsilon([run, (table, 1)], delta=1e-5), 2)
-        (1.83, 2.27)
-    """
-
-    epsilon: float
-    delta: float
-    relation: Relation
-    what: str
-
-    def __post_init__(self) -> None:
-        normalise(self, not_negative, "epsilon")
-        normalise(self, between("[0, 1)"), "delta")
-        normalise(self, _RELATION, "relation")
-        normalise(self, _words, "what")
-
-    @property
-    def declared(self) -> str:
-        """The user's words as one line."""
-        return f"{self.what}: ({self.epsilon:g}, {self.delta:g})-DP ({self.relation})"
-
-    def costs(self, relation: Relation) -> tuple[float, float, float]:
-        """Return ``(epsilon, delta, 0)``, of two changes for replace-one from add/remove."""
-        if self.relation == _checked(self, relation):
-            return self.epsilon, self.delta, 0.0
-        # P(x) <= e^ε (e^ε P(x'') + δ) + δ, x' between x and x''.
-        growth = math.exp(self.epsilon) if self.epsilon < 700 else math.inf
-        return 2 * self.epsilon, (1 + growth) * self.delta if self.delta else 0.0, 0.0
-
-
-@dataclass(frozen=True)
-class ZCDP(AbstractExternal):
-    """A release that is ρ-zero-concentrated differentially private, as a census has it.
-
-    Promised by whoever declares it: the Rényi divergence of every order a > 1 between the outputs
-    for neighbouring data sets, in both orders, is at most ``rho * a`` (Bun and Steinke, arXiv
-    1605.02065v1, Definition 1.1). ρ of several releases add up. Rényi accounting takes it as it is;
-    :class:`PLDAccountant` by the largest privacy profile that it leaves possible.
-
-    A guarantee under "add_remove" counts under "replace_one" as that of two changes, ``4 rho``
-    (Proposition 1.9 there). One under "replace_one" is refused under "add_remove".
-
-    Args:
-        rho: ρ >= 0.
-        relation: the neighbouring relation of the guarantee, "add_remove" or "replace_one".
-        what: your words for the release, one line. A release is known by them: two that differ
-            must not have the same words, and one that several trainings declare counts once.
-
-    Raises:
-        ValueError: naming the argument.
-
-    Example:
-        >>> from lightning_dp.accounting import StreamingRDPAccountant
-        >>> tables = ZCDP(0.1, relation="replace_one", what="tables of the census")
-        >>> round(StreamingRDPAccountant().epsilon([(tables, 1)], 1e-5, "replace_one"), 2)
-        1.92
-    """
-
-    rho: float
-    relation: Relation
-    what: str
-
-    def __post_init__(self) -> None:
-        normalise(self, not_negative, "rho")
-        normalise(self, _RELATION, "relation")
-        normalise(self, _words, "what")
-
-    @property
-    def declared(self) -> str:
-        """The user's words as one line."""
-        return f"{self.what}: {self.rho:g}-zCDP ({self.relation})"
-
-    def costs(self, relation: Relation) -> tuple[float, float, float]:
-        """Return ``(0, 0, rho)``, of two changes for replace-one from add/remove."""
-        return 0.0, 0.0, self.rho if self.relation == _checked(self, relation) else 4 * self.rho
-
-
-_RELATION = one_of(get_args(Relation))
-
-
-def _words(name: str, value: object, *, of: str | None = None) -> str:
-    """Return one line of a user's own words, which a report will print."""
-    is_line = isinstance(value, str) and 0 < len(value.strip()) <= _LONGEST
-    if not (is_line and isinstance(value, str) and value.isprintable()):
-        raise ValueError(
-            f"{name}={value!r} must be one line of 1 to {_LONGEST} letters that says which release "
-            "it is."
-        )
-    return value.strip()
-
-
-def _checked(event: ApproximateDP | ZCDP, relation: Relation) -> Relation:
-    """Return the relation that ε is asked for, or refuse a guarantee that does not speak of it."""
-    if event.relation == "replace_one" and relation == "add_remove":
-        raise ValueError(
-            f"{event} is a guarantee for the exchange of a record, and says nothing about adding or "
-            "removing one (it may have told everybody the number of records). State it under "
-            "add_remove, or ask for ε under relation='replace_one'."
-        )
-    return relation
+_UNIT = 2.0**-52
+_POINTS = 1024  # of the profile of a zCDP release, on each side
+_ORDERS = 1 + np.geomspace(1e-6, 1e6, 3000)
 
 
 @dataclass(frozen=True)
@@ -210,6 +36,7 @@ class Declared:
         rho: of all zCDP releases.
 
     Example:
+        >>> from lightning_dp.accounting import ApproximateDP
         >>> two = ApproximateDP(0.5, 1e-6, "add_remove", "two tables")
         >>> Declared.of([(two, 2)], "add_remove").lost
         1.999999e-06
@@ -271,7 +98,13 @@ class Declared:
             return delta
         return min(1.0, (self.lost + math.exp(self.log_intact) * delta) * (1 + 1e-14))
 
-    def divergence(self, orders: NDArray[np.float64]) -> NDArray[np.float64]:
+    @property
+    def nodes(self) -> tuple[tuple[Node, int], ...]:
+        """The pure and zCDP ones, as pairs of distributions with their counts."""
+        questions: list[tuple[Node, int]] = [(Question(e), count) for e, count in self.pure]
+        return (*questions, *([(Concentrated(self.rho), 1)] if self.rho > 0 else []))
+
+    def divergence(self, orders: FloatArray) -> FloatArray:
         """Return the Rényi divergence of all that is pure or zCDP, at each order above 1."""
         total = self.rho * orders
         for epsilon, count in self.pure:
@@ -282,7 +115,7 @@ class Declared:
 NOTHING = Declared()
 
 
-def _of_a_question(epsilon: float, orders: NDArray[np.float64]) -> NDArray[np.float64]:
+def _of_a_question(epsilon: float, orders: FloatArray) -> FloatArray:
     """``log(p^a (1-p)^(1-a) + (1-p)^a p^(1-a)) / (a - 1)``, ``p = e^ε / (1 + e^ε)``.
 
     That of randomized response, which every ε-DP release is a post-processing of.
@@ -294,3 +127,121 @@ def _of_a_question(epsilon: float, orders: NDArray[np.float64]) -> NDArray[np.fl
     y = np.minimum(x, 1.0)
     small = np.log1p(2 * np.sinh(y / 2) ** 2 + (2 * expit(epsilon) - 1) * np.sinh(y))
     return np.asarray(np.where(x < 1, small, large) / (orders - 1))
+
+
+class Question(NamedTuple):
+    """A yes-no question that is answered truly with probability ``e^ε / (1 + e^ε)``.
+
+    Its loss is ε with that probability, else -ε, under both relations and in both orders.
+    """
+
+    epsilon: float
+
+    def support(self, log_tail: float, relation: str) -> tuple[float, float]:
+        return self.epsilon, self.epsilon
+
+    def pmf(
+        self, h: float, log_tail: float, relation: str, backward: bool, limit: float
+    ) -> LossPmf:
+        """Return the two losses, each shared out between its neighbours on the grid.
+
+        Connecting the dots keeps the masses under both distributions: with the loss a distance d
+        above a grid point, the upper neighbour has ``(1 - e^-d) / (1 - e^-h)`` of it, the lower one
+        ``(e^-d - e^-h) / (1 - e^-h)``.
+        """
+        reach = math.floor(self.epsilon / h) + 1
+        masses = np.zeros(2 * reach + 1)
+        truth = 1 / (1 + math.exp(-self.epsilon))
+        for loss, mass in ((self.epsilon, truth), (-self.epsilon, math.exp(-self.epsilon) * truth)):
+            below = min(math.floor(loss / h), reach - 1)
+            d = min(max(loss - below * h, 0.0), h)
+            error = 8 * _UNIT * (1 + self.epsilon / h)
+            upper = -math.expm1(-d) / -math.expm1(-h)
+            lower = math.exp(-d) * -math.expm1(d - h) / -math.expm1(-h)
+            masses[reach + below] += mass * (lower + error)
+            masses[reach + below + 1] += mass * (upper + error)
+        first = int(np.flatnonzero(masses)[0])  # moments are taken from the ends
+        masses = masses[first:]
+        masses.flags.writeable = False
+        return LossPmf(first - reach, masses, 0.0)
+
+
+class Concentrated(NamedTuple):
+    """Any release that is ρ-zCDP: its profile is at most what the Rényi divergences leave possible.
+
+    ``delta(t) <= min_a exp((a - 1) (rho a - t + log(1 - 1/a)) - log a)`` for t >= 0 (Canonne, Kamath
+    and Steinke, arXiv 2004.00010v4, Proposition 12), in both orders, so that
+    ``delta(-t) = 1 - e^-t + e^-t delta_reversed(t)`` is bounded as well; and ``delta(0)``, the total
+    variation, by ``sqrt(1 - e^-rho)`` and ``sqrt(rho / 2)`` (Bretagnolle and Huber; Pinsker). The
+    true profile is convex in ``gamma = e^t`` and below these bounds, so it is below their greatest
+    convex minorant on a grid, which is the profile of a discrete pair.
+    """
+
+    rho: float
+
+    def support(self, log_tail: float, relation: str) -> tuple[float, float]:
+        # At a - 1 = sqrt(-log_tail / rho), log delta <= (a - 1) (rho a - t).
+        reach = self.rho + 2 * math.sqrt(self.rho * max(-log_tail, 1.0))
+        return reach, reach
+
+    def pmf(
+        self, h: float, log_tail: float, relation: str, backward: bool, limit: float
+    ) -> LossPmf:
+        """Return the masses that belong to the minorant at some of the grid points."""
+        reach = self.support(log_tail, relation)[1]
+        stride = max(1, math.ceil(reach / (_POINTS * h)))
+        half = max(1, math.ceil(reach / (stride * h)))
+        t: FloatArray = np.arange(-half, half + 1, dtype=np.float64) * (stride * h)
+        # delta at the left end is at most 1, at any gamma.
+        delta = np.minimum(self._profile(t), 1.0)
+        kept = _minorant(t, delta)
+        places = (kept - half) * stride
+        masses = np.zeros(2 * half * stride + 1)
+        masses[places + half * stride] = _masses(t[kept], delta[kept])
+        masses.flags.writeable = False
+        return LossPmf(-half * stride, masses, float(delta[-1]))
+
+    def _profile(self, t: FloatArray) -> FloatArray:
+        """Bounds of the profile at increasing t."""
+        above = np.abs(t)
+        a = _ORDERS
+        # The lower envelope of the lines starts[i] - (a_i - 1) t; a poor choice of i is only looser.
+        starts = (a - 1) * (self.rho * a + np.log1p(-1 / a)) - np.log(a)
+        turns = np.maximum.accumulate(np.diff(starts) / np.diff(a))
+        best = np.searchsorted(turns, above)
+        bound = np.exp(np.minimum(starts[best] - (a[best] - 1) * above, 0.0)) * (1 + 1e-12)
+        total_variation = min(math.sqrt(-math.expm1(-self.rho)), math.sqrt(self.rho / 2))
+        bound = np.minimum(bound, total_variation * (1 + 1e-12))
+        return np.where(t >= 0, bound, -np.expm1(-above) + np.exp(-above) * bound)
+
+
+def _minorant(t: FloatArray, delta: FloatArray) -> NDArray[np.intp]:
+    """Return the places of the points of the greatest convex minorant of delta(gamma), gamma = e^t."""
+    kept: list[int] = []
+    slopes: list[float] = []  # from each kept point to the next one, times e^t there
+    for i in range(t.size):
+        while kept:
+            slope = _slope(t, delta, kept[-1], i)
+            if not slopes or slopes[-1] * math.exp(t[kept[-1]] - t[kept[-2]]) < slope:
+                break
+            kept.pop()
+            slopes.pop()
+        if kept:
+            slopes.append(_slope(t, delta, kept[-1], i))
+        kept.append(i)
+    return np.array(kept)
+
+
+def _slope(t: FloatArray, delta: FloatArray, i: int, k: int) -> float:
+    """``e^(t_i)`` times the slope of delta(gamma) between two points."""
+    return float((delta[k] - delta[i]) / math.expm1(t[k] - t[i]))
+
+
+def _masses(t: FloatArray, delta: FloatArray) -> FloatArray:
+    """Masses of the pair whose profile joins some points: ``e^t`` times the changes of the slope."""
+    widths = np.expm1(np.diff(t))
+    after = np.append(np.diff(delta) / widths, 0.0)  # times e^t
+    before = np.concatenate(([-math.exp(t[0])], after[:-1] * np.exp(np.diff(t))))
+    # Each slope is rounded by a few units of the larger delta.
+    error = 8 * _UNIT * np.concatenate(([1.0], delta[:-1] * np.exp(np.diff(t)) / widths))
+    return np.asarray(np.maximum(after - before, 0.0) + error)

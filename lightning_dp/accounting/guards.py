@@ -12,15 +12,12 @@ from lightning_dp.accounting.base import Relation, check_relation
 from lightning_dp.accounting.events import AbstractEvent, History
 from lightning_dp.accounting.external import Declared
 from lightning_dp.accounting.gdp import gdp_epsilon, mu_of_budget
-from lightning_dp.accounting.rdp import best_order
-from lightning_dp.accounting.renyi import renyi_divergence
+from lightning_dp.accounting.rdp import RenyiCurve, penalty, renyi_divergence
 from lightning_dp.accounting.steps import NO_NOISE, CheckedHistory, Steps, joined, merge
-
-__all__ = ["AbstractGuard", "FixedGuard", "GDPGuard", "RDPGuard"]
 
 
 class AbstractGuard(ABC):
-    """Keeps a budget: asked before each step, told of each step that was charged.
+    """Keeps a budget: :meth:`fits` before each step, :meth:`book` after each charge.
 
     The three kinds are all there may be. "Stop when the accountant's ε exceeds the target" is not
     one of them: with noise chosen at run time it is not valid for any tight accountant.
@@ -31,7 +28,7 @@ class AbstractGuard(ABC):
 
     @abstractmethod
     def fits(self, next_event: Callable[[], AbstractEvent]) -> bool:
-        """Return whether the next step, whose event this function tells, may be made."""
+        """Return whether the next step may be made; ``next_event`` gives its event."""
 
     @abstractmethod
     def book(self, event: AbstractEvent) -> None:
@@ -41,12 +38,7 @@ class AbstractGuard(ABC):
         """Count a step of the plan that made no query, so nothing was charged."""
 
     def charged(self, planned: Callable[[], float], chosen: float) -> float:
-        """Return the noise multiplier that a step is charged with: the one chosen at run time.
-
-        Args:
-            planned: tells the plan's noise multiplier.
-            chosen: what the schedule chose at run time.
-        """
+        """Return the noise multiplier that a step is charged with: the one ``chosen`` at run time."""
         return chosen
 
     def replanned(self, affordable: float) -> AbstractGuard:
@@ -187,31 +179,29 @@ class RDPGuard(AbstractGuard):
         declared = Declared.of(before.external, relation)
         expected = joined(before.steps, plan if isinstance(plan, Steps) else merge(plan))
         self._declared = declared
-        self.order = best_order(expected, delta, relation, declared)[1]
+        self.order = RenyiCurve(expected, relation, declared).best(delta)[1]
         self.description = f"rdp: noise chosen at run time, Rényi order {self.order:g} fixed before"
         self._budget = epsilon - self._penalty(delta)
         steps = [(event, count) for event, count in spent if event.is_gaussian]
-        self._spent = math.fsum(self._rho(event, self.order) * count for event, count in steps)
+        self._spent = math.fsum(self._rho(event) * count for event, count in steps)
         self._spent += float(declared.divergence(np.array([self.order]))[0])
 
-    def _rho(self, event: AbstractEvent, order: float) -> float:
+    def _rho(self, event: AbstractEvent) -> float:
         noise_multiplier, sample_rate = event.pair
         if noise_multiplier < NO_NOISE:
             return math.inf
-        return renyi_divergence(noise_multiplier, sample_rate, order, self._relation)
+        return renyi_divergence(noise_multiplier, sample_rate, self.order, self._relation)
 
     def fits(self, next_event: Callable[[], AbstractEvent]) -> bool:
-        return self._spent + self._rho(next_event(), self.order) <= self._budget
+        return self._spent + self._rho(next_event()) <= self._budget
 
     def book(self, event: AbstractEvent) -> None:
-        self._spent += self._rho(event, self.order)
+        self._spent += self._rho(event)
 
     def claim(self, delta: float) -> float | None:
         return max(0.0, self._budget + self._penalty(delta))
 
     def _penalty(self, delta: float) -> float:
         """ε - ρ of the conversion from the order at δ, of which declared guarantees take a part."""
-        order, left = self.order, self._declared.left_of(delta)
-        if not left > 0:
-            return math.inf
-        return math.log1p(-1 / order) - (math.log(left) + math.log(order)) / (order - 1)
+        left = self._declared.left_of(delta)
+        return penalty(self.order, left) if left > 0 else math.inf

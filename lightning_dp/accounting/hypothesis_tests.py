@@ -10,13 +10,10 @@ from lightning_dp.accounting.base import (
     AbstractAccountant,
     Relation,
     check_delta,
-    check_epsilon,
     check_relation,
 )
 from lightning_dp.accounting.events import History
 from lightning_dp.accounting.pld import PLDAccountant, chosen
-
-__all__ = ["TradeOff", "trade_off", "up_to"]
 
 _PARTS = 10  # of ε, between which the privacy profile is asked for
 _RTOL = 5e-3  # rates are shown in percent, and every report has them: a quarter of the time
@@ -134,6 +131,6 @@ def up_to(
         return TradeOff(((math.inf, 1.0),))
     if isinstance(judge, PLDAccountant):  # also on a coarser grid, δ is never below the truth
         judge = replace(judge, rtol=max(judge.rtol, _RTOL))
-    epsilons = [check_epsilon(largest * part / _PARTS) for part in range(_PARTS)]
+    epsilons = [largest * part / _PARTS for part in range(_PARTS)]
     found = {epsilon: judge.delta(history, epsilon, relation) for epsilon in epsilons}
     return TradeOff((*found.items(), pair))

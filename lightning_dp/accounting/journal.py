@@ -3,50 +3,256 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import filelock
 
 from lightning_dp._files import FILE_MODE, make_folder, replaced
-from lightning_dp.accounting._journal_text import (
-    Written,
-    charge_line,
-    header_line,
-    read_text,
-    weights_line,
-)
+from lightning_dp._refusals import RefusedSetting, text_of
 from lightning_dp.accounting.charges import Charges, JournalError
-from lightning_dp.accounting.events import AbstractEvent
+from lightning_dp.accounting.events import AbstractEvent, event_from_dict
 
-__all__ = [
-    "Journal",
-    "JournalDiskError",
-    "JournalError",
-    "is_journal_name",
-    "is_ledger_id",
-    "new_id",
-    "read_journal",
-    "read_written",
-]
-
+_FORMAT = "lightning-dp-journal-2"
+_FORMATS = ("lightning-dp-journal-1", _FORMAT)  # the first one has charges only
+_WEIGHTS = "weights"
+_DATA = "data"
 _LINES_AT_ONCE = 4096
+_ID = re.compile(r"[0-9a-f]{16}")
+_CURE = (
+    "Put the right file back, or move it away and write a new one from a checkpoint with "
+    "lightning_dp.accounting.recover_journal(checkpoint_path, directory, unrecorded_steps)."
+)
+
+# The beginning of one line that a crash has cut: with strings left out, no blank except before the
+# checksum. A whole line inside it would have its checksum.
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?$)')
+_CUT = re.compile(r"\[[^ ]*(?:(?<=\]) [0-9a-f]{0,7})?")
+_WHOLE = re.compile(r"\] [0-9a-f]{8}")
+_PLACE = re.compile(r'\[("(?:[^"\\]|\\.)*"),([^,]*),')
 
 
 class JournalDiskError(JournalError, OSError):
     """The disk does not take the record of what was spent: training must not go on."""
 
 
+# -- lines -------------------------------------------------------------------------------------
+
+
+def checked_line(record: Sequence[object], separators: tuple[str, str] = (",", ":")) -> bytes:
+    """Return a record as one line of JSON with its checksum: ``[...] crc32``."""
+    text = json.dumps(record, separators=separators).encode()
+    return text + _checksum(text) + b"\n"
+
+
+def read_line(line: bytes) -> object:
+    """Return the record of a line without its newline.
+
+    Raises:
+        ValueError: if it fails its checksum, or is not JSON.
+    """
+    if not _is_whole(line):
+        raise ValueError("fails its checksum")
+    try:
+        record: object = json.loads(line[:-9])
+    except (ValueError, RecursionError):
+        raise ValueError("is not JSON") from None
+    return record
+
+
+def _checksum(text: bytes) -> bytes:
+    return f" {zlib.crc32(text):08x}".encode()
+
+
+def _is_whole(line: bytes) -> bool:
+    return _checksum(line[:-9]) == line[-9:]
+
+
+# -- reading -----------------------------------------------------------------------------------
+
+
+@dataclass
+class JournalContent:
+    """The content of a journal.
+
+    Args:
+        path: the file.
+        ledger_id: of its first line.
+        runs: all charges.
+        weights: fingerprints of weights that its runs released.
+        data: the number of records and the user's name of each data set, as far as they were noted.
+        size: the bytes of its whole records; anything after them is the beginning of one more.
+        is_ended: whether the last whole record has its newline.
+    """
+
+    path: Path
+    ledger_id: str = ""
+    runs: Charges = field(default_factory=Charges)
+    weights: set[str] = field(default_factory=set)
+    data: set[tuple[int, str | None]] = field(default_factory=set)
+    size: int = 0
+    is_ended: bool = True
+
+    def add(self, line: bytes, position: int) -> None:
+        """Add the record of a line: the ledger's name, a charge, or a note."""
+        try:
+            record = read_line(line)
+        except ValueError as error:
+            raise self._damaged(f"line {position} {error}") from None
+        if position == 1:
+            self._begin(record)
+        elif not isinstance(record, list) or len(record) != 3:
+            raise self._damaged(f"line {position} is no record")
+        elif record[0] is None:
+            self._add_note(record[1], record[2], position)
+        else:
+            self._add_charge(record, position)
+
+    def _begin(self, record: object) -> None:
+        if not isinstance(record, list) or len(record) != 2 or record[0] not in _FORMATS:
+            raise JournalError(
+                f"{self.path} is not a privacy journal of this version ({_FORMAT}).",
+                topic="other-version",
+            )
+        if not isinstance(record[1], str):
+            raise self._damaged("line 1 names no ledger")
+        self.ledger_id = record[1]
+
+    def _add_charge(self, record: list[Any], position: int) -> None:
+        run, number, content = record
+        if not self._is_next(run, number) or (content is None and run not in self.runs):
+            raise JournalError(
+                f"The privacy journal {self.path} is damaged before line {position}. {_CURE}",
+                topic="journal-damaged",
+            )
+        try:
+            event = self.runs[run][-1][0] if content is None else event_from_dict(content)
+        except RefusedSetting as error:  # of another version, not damaged
+            raise JournalError(
+                f"The privacy journal {self.path} is of another version; line {position}: {error.text}",
+                topic=error.topic,
+            ) from None
+        except (ValueError, TypeError, OverflowError) as error:
+            how = f"line {position} has no event that can be read: {text_of(error)}"
+            raise self._damaged(how) from None
+        self.runs.append(run, event)
+
+    def _add_note(self, kind: object, content: object, position: int) -> None:
+        """Add what is no charge; kinds of a later version may change what is spent."""
+        if kind not in (_WEIGHTS, _DATA):
+            kinds = f"is of the kind {kind!r}, which this version cannot read"
+            raise self._damaged(f"line {position} {kinds}")
+        items: list[Any] = content if isinstance(content, list) else [None]
+        types = [type(each) for each in items]
+        if kind == _DATA and types in ([int, str], [int, type(None)]):
+            self.data.add((items[0], items[1]))
+        elif kind == _WEIGHTS and set(types) <= {str}:
+            self.weights.update(items)
+        else:
+            raise self._damaged(f"line {position} has no {kind}")
+
+    def _is_next(self, run: object, number: object) -> bool:
+        return isinstance(run, str) and type(number) is int and number == self.runs.length(run)
+
+    def is_followed_by(self, tail: bytes) -> bool:
+        """True if these bytes are the beginning of exactly one record, the next one, and not all of it.
+
+        A crash leaves this of the line that was being written. Whatever else stands there may have
+        been whole records once.
+        """
+        if not re.fullmatch(rb"[ -~]*", tail):
+            return False  # zeros, say, for which a file system has made place
+        text = tail.decode()
+        if _WHOLE.search(text) or not _CUT.fullmatch(_STRING.sub("", text)):
+            return False
+        place = _PLACE.match(text)
+        try:
+            return place is None or self._is_next(*json.loads(f"[{place[1]},{place[2]}]"))
+        except ValueError:
+            return False
+
+    def _damaged(self, how: str) -> JournalError:
+        return JournalError(
+            f"The privacy journal {self.path} is damaged: {how}. {_CURE}", topic="journal-damaged"
+        )
+
+
+def read_text(path: Path, content: bytes) -> JournalContent:
+    """Read a journal.
+
+    A last line that a crash left unfinished is a charge that was being written when the process died:
+    its data was never touched, and it is left out. A whole last record that lacks its newline
+    counts. Anything else that fails its checksum is damage.
+
+    Raises:
+        JournalError: if the text is damaged, or that of another file or version.
+    """
+    *lines, tail = content.split(b"\n")
+    if not lines:
+        raise JournalError(
+            f"The privacy journal {path} is empty or not a journal. {_CURE}",
+            topic="journal-damaged",
+        )
+    written = JournalContent(path, size=len(content) - len(tail))
+    for position, line in enumerate(lines, start=1):
+        written.add(line, position)
+    if tail and _is_whole(tail):
+        written.add(tail, len(lines) + 1)
+        written.size, written.is_ended = len(content), False
+    elif tail and not written.is_followed_by(tail):
+        raise JournalError(
+            f"The privacy journal {path} is damaged: what follows line {len(lines)} is not the "
+            f"beginning of one record, so whole ones may be lost. {_CURE}",
+            topic="journal-damaged",
+        )
+    return written
+
+
+def read_written(path: Path) -> JournalContent:
+    """Everything in a journal.
+
+    Raises:
+        JournalError: if the file is missing or damaged.
+        JournalDiskError: if it cannot be read.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise JournalError(
+            f"The privacy journal {path} does not exist.", topic="journal-missing"
+        ) from None
+    except OSError as error:
+        raise JournalDiskError(
+            f"The privacy journal {path} cannot be read: {error}. Grant access to it, or put the right "
+            "file back.",
+            topic="journal-disk",
+        ) from error
+    return read_text(path, content)
+
+
+def read_journal(path: Path) -> tuple[str, Charges]:
+    """The ledger id and all charges in a journal; see :func:`read_written`."""
+    written = read_written(path)
+    return written.ledger_id, written.runs
+
+
+# -- writing -----------------------------------------------------------------------------------
+
+
 class Journal:
     """One file, one line per charge: ``[run, number, event] crc32``, fsynced before it returns.
 
     ``event`` is null where it equals the run's previous one. The first line names the ledger; lines
-    without a run hold fingerprints of released weights. A lock next to the file keeps a second
-    process from charging the same ledger at the same time. Only its owner can read a new file.
+    without a run hold fingerprints of released weights, and descriptions of the data. A lock next to
+    the file keeps a second process from charging the same ledger at the same time. Only its owner
+    can read a new file.
 
     Args:
         path: the file; it is made when it does not exist, with its folder.
@@ -63,27 +269,24 @@ class Journal:
         self._lock = filelock.FileLock(f"{path}.lock", mode=FILE_MODE)
         with self._disk("opened"):
             make_folder(path.parent)
-            self._lock_now()
-        try:
-            with self._disk("opened"):
+            try:
+                self._lock.acquire(timeout=0)
+            except filelock.Timeout:
+                raise JournalError(
+                    f"The privacy journal {path} is in use by another run. Two runs cannot spend "
+                    "from one ledger at the same time: wait for the other one to end.",
+                    topic="journal-in-use",
+                ) from None
+            try:
                 self._open(ledger_id)
-        except BaseException:
-            self._lock.release()
-            raise
-
-    def _lock_now(self) -> None:
-        try:
-            self._lock.acquire(timeout=0)
-        except filelock.Timeout:
-            raise JournalError(
-                f"The privacy journal {self.path} is in use by another run. Two runs cannot spend "
-                "from one ledger at the same time: wait for the other one to end.",
-                topic="journal-in-use",
-            ) from None
+            except BaseException:
+                self._lock.release()
+                raise
 
     def _open(self, ledger_id: str) -> None:
-        if not self.path.exists():
-            self._create(ledger_id)
+        if not self.path.exists():  # at once: a crash leaves all of the first line, or none
+            with replaced(self.path) as file:
+                file.write(checked_line([_FORMAT, ledger_id]))
         written = read_written(self.path)
         if written.ledger_id != ledger_id:
             raise JournalError(
@@ -93,7 +296,7 @@ class Journal:
             )
         self.runs = written.runs
         self._last = {run: charges[-1][0] for run, charges in written.runs.items()}
-        self.weights = written.weights
+        self.weights, self.data = written.weights, written.data
         self._size = written.size
         self._file: IO[bytes] = open(self.path, "ab", buffering=0)  # noqa: SIM115 (until close())
         try:
@@ -103,13 +306,6 @@ class Journal:
         except BaseException:
             self._file.close()
             raise
-
-    def _create(self, ledger_id: str) -> None:
-        """Make the file with its first line, at once: a crash leaves all of it, or none."""
-        with replaced(self.path) as file:
-            file.write(header_line(ledger_id))
-
-    # -- writing ---------------------------------------------------------------------------
 
     def append(self, run: str, number: int, event: AbstractEvent) -> None:
         """Write one charge and wait until it is on the disk.
@@ -140,11 +336,19 @@ class Journal:
         """Write that weights with these fingerprints were released, if it is not known."""
         if new := [each for each in fingerprints if each not in self.weights]:
             self._check_untouched()
-            self._append([weights_line(new)])
+            self._append([checked_line([None, _WEIGHTS, new])])
             self.weights.update(new)
 
+    def note_data(self, records: int, name: str | None) -> None:
+        """Write the number of records of a data set and the user's name for it, if they are new."""
+        if (records, name) not in self.data:
+            self._check_untouched()
+            self._append([checked_line([None, _DATA, [records, name]])])
+            self.data.add((records, name))
+
     def _line(self, run: str, number: int, event: AbstractEvent) -> bytes:
-        return charge_line(run, number, None if self._last.get(run) == event else event)
+        content = None if self._last.get(run) == event else event.to_dict()
+        return checked_line([run, number, content])
 
     def _append(self, lines: Sequence[bytes], *, wait: bool = True) -> None:
         if os.getpid() != self._process:
@@ -185,23 +389,20 @@ class Journal:
         try:
             there = os.stat(self.path)
         except OSError as error:
-            raise JournalError(
-                self._touched(f"is gone ({error.strerror})"), topic="journal-behind"
-            ) from error
+            raise self._touched(f"is gone ({error.strerror})") from error
         if not os.path.samestat(here, there):
-            raise JournalError(self._touched("was replaced"), topic="journal-behind")
+            raise self._touched("was replaced")
         if here.st_size != self._size:
-            raise JournalError(
-                self._touched("was cut or written to by somebody else"), topic="journal-behind"
-            )
+            raise self._touched("was cut or written to by somebody else")
 
-    def _touched(self, how: str) -> str:
-        return (
+    def _touched(self, how: str) -> JournalError:
+        return JournalError(
             f"The privacy journal {self.path} {how} while this run charges it. Nothing was "
             "charged for this step and its data were not touched. Put the file back as it was and "
             "resume; if it is lost, write a new one from a checkpoint with "
             "lightning_dp.accounting.recover_journal(). Nothing may change the files in ledger_dir "
-            "during a run."
+            "during a run.",
+            topic="journal-behind",
         )
 
     @contextlib.contextmanager
@@ -227,35 +428,7 @@ class Journal:
             self._lock.release()
 
 
-def read_journal(path: Path) -> tuple[str, Charges]:
-    """The ledger id and all charges in a journal; see :func:`read_written`."""
-    written = read_written(path)
-    return written.ledger_id, written.runs
-
-
-def read_written(path: Path) -> Written:
-    """Everything in a journal.
-
-    Raises:
-        JournalError: if the file is missing or damaged.
-        JournalDiskError: if it cannot be read.
-    """
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise JournalError(
-            f"The privacy journal {path} does not exist.", topic="journal-missing"
-        ) from None
-    except OSError as error:
-        raise JournalDiskError(
-            f"The privacy journal {path} cannot be read: {error}. Grant access to it, or put the right "
-            "file back.",
-            topic="journal-disk",
-        ) from error
-    return read_text(path, content)
-
-
-_ID = re.compile(r"[0-9a-f]{16}")
+# -- names -------------------------------------------------------------------------------------
 
 
 def new_id() -> str:

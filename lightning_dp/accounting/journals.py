@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import reprlib
@@ -16,18 +17,17 @@ from typing import Any
 from lightning_dp._files import file_of_checkpoint, local_folder
 from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import listed, whole
-from lightning_dp.accounting._journal_text import Written, read_text
 from lightning_dp.accounting.charges import Charges, JournalError
 from lightning_dp.accounting.events import AbstractEvent, event_from_dict, sampled_gaussian
 from lightning_dp.accounting.journal import (
     Journal,
+    JournalContent,
     is_ledger_id,
     new_id,
     read_journal,
+    read_text,
 )
 from lightning_dp.accounting.ledger import Ledger, read_state
-
-__all__ = ["Neighbours", "neighbours", "recover_journal", "sweep_history", "union"]
 
 _READ = 4_000_000  # bytes that are read record by record: a fifth of a second
 _LOOKED_AT = 400_000_000  # bytes in which weights are looked for
@@ -80,9 +80,15 @@ def sweep_history(paths: str | Path | Iterable[str | Path]) -> list[tuple[Abstra
     if not given:
         raise ValueError("paths is empty; name the journals, checkpoints or folders of the trials.")
     union = Ledger()
-    for path in given:
-        for file in _files(path):
-            _add(union, file)
+    for file in (file for path in given for file in _files(path)):
+        if not zipfile.is_zipfile(file):
+            union.merge(read_journal(file)[1])
+        elif (state := _privacy_in(file).get("ledger")) is not None:
+            union.restore(state, file.parent)
+        else:
+            raise RefusedSetting(
+                f"{file} is not a checkpoint of a private run.", topic="checkpoint-without-ledger"
+            )
     return union.history()
 
 
@@ -105,22 +111,9 @@ def _files(path: Path) -> list[Path]:
     return journals
 
 
-def _add(union: Ledger, file: Path) -> None:
-    """Add what a journal or a checkpoint (a zip archive) knows."""
-    if not zipfile.is_zipfile(file):
-        union.merge(read_journal(file)[1])
-        return
-    state = _privacy_in(file).get("ledger")
-    if state is None:
-        raise RefusedSetting(
-            f"{file} is not a checkpoint of a private run.", topic="checkpoint-without-ledger"
-        )
-    union.restore(state, file.parent)
-
-
 @dataclass
 class Neighbours:
-    """Other journals in a folder, newest first.
+    """Other journals with charges in a folder, newest first.
 
     Args:
         written: those that were read.
@@ -129,8 +122,8 @@ class Neighbours:
         damaged: files that cannot be read.
     """
 
-    written: list[Written] = field(default_factory=list)
-    trained: list[Written] = field(default_factory=list)
+    written: list[JournalContent] = field(default_factory=list)
+    trained: list[JournalContent] = field(default_factory=list)
     unread: int = 0
     damaged: list[Path] = field(default_factory=list)
 
@@ -150,7 +143,7 @@ def neighbours(folder: Path, own_id: str, weights: AbstractSet[str]) -> Neighbou
     """
     found = Neighbours()
     read = looked_at = 0
-    for path, size in _journals(folder):
+    for _, path, size in sorted(_journals(folder), reverse=True):  # newest first
         looked_at += size
         if looked_at > _LOOKED_AT:
             found.unread += 1
@@ -165,8 +158,8 @@ def neighbours(folder: Path, own_id: str, weights: AbstractSet[str]) -> Neighbou
         except (OSError, JournalError):
             found.damaged.append(path)
             continue
-        if written.ledger_id == own_id:
-            continue
+        if written.ledger_id == own_id or not written.runs:
+            continue  # a fit that was refused leaves a journal without charges
         read += size
         found.written.append(written)
         if knows:
@@ -174,7 +167,7 @@ def neighbours(folder: Path, own_id: str, weights: AbstractSet[str]) -> Neighbou
     return found
 
 
-def union(written: list[Written]) -> Charges:
+def union(written: list[JournalContent]) -> Charges:
     """All their charges; a run that several know of counts once.
 
     Raises:
@@ -192,18 +185,13 @@ def union(written: list[Written]) -> Charges:
     return together
 
 
-def _journals(folder: Path) -> Iterator[tuple[Path, int]]:
-    """The journals and their sizes, newest first."""
-    found = []
+def _journals(folder: Path) -> Iterator[tuple[float, Path, int]]:
+    """Yield the time, the path and the size of each journal."""
     for path in folder.glob("*.journal"):
-        try:
+        with contextlib.suppress(OSError):  # gone by now
             stat = path.stat()
-        except OSError:
-            continue  # gone by now
-        if S_ISREG(stat.st_mode):
-            found.append((stat.st_mtime, path, stat.st_size))
-    for _, path, size in sorted(found, reverse=True):
-        yield path, size
+            if S_ISREG(stat.st_mode):
+                yield stat.st_mtime, path, stat.st_size
 
 
 def _weights_in(content: bytes) -> Iterator[str]:
@@ -248,7 +236,8 @@ def recover_journal(
         ... )
     """
     lost = whole("unrecorded_steps", unrecorded_steps, 0, _MOST)
-    if costliest is not None and not _is_step(costliest):
+    is_event = isinstance(costliest, AbstractEvent)
+    if costliest is not None and not (is_event and costliest.is_gaussian and costliest.is_step):
         raise ValueError(
             f"costliest={costliest!r} must be an event of a step, such as PoissonGaussian(z, q)."
         )
@@ -298,10 +287,6 @@ def _privacy_in(checkpoint_path: str | Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def _is_step(event: object) -> bool:
-    return isinstance(event, AbstractEvent) and event.is_gaussian and event.is_step
-
-
 def _costliest(
     record: dict[str, Any], known: list[tuple[AbstractEvent, int]], lost: int
 ) -> AbstractEvent:
@@ -326,13 +311,8 @@ def _costliest(
     # Each position that a run went over was charged, or is a silent one before one that was.
     latest = None if stride is None else stride * steps
     within = [event for first, event in bounds["events"] if latest is None or first < latest]
-    return _no_less_than(event_from_dict(within[-1]), [event for event, _ in known])
-
-
-def _no_less_than(event: AbstractEvent, known: list[AbstractEvent]) -> AbstractEvent:
-    """The event, or one that also covers steps like those already made, of other plans."""
-    pairs = [event.pair, *(each.pair for each in known if each.is_gaussian)]
+    event = event_from_dict(within[-1])
+    # It also covers steps like those already made, of other plans.
+    pairs = [event.pair, *(each.pair for each, _ in known if each.is_gaussian)]
     noise, rate = min(z for z, _ in pairs), max(q for _, q in pairs)
-    if event.pair == (noise, rate):
-        return event
-    return sampled_gaussian(noise, rate)
+    return event if event.pair == (noise, rate) else sampled_gaussian(noise, rate)

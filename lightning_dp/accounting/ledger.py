@@ -10,18 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dp._refusals import RefusedRun
-from lightning_dp.accounting.charges import Charges
-from lightning_dp.accounting.events import AbstractEvent, Voided, VoidedRunError
-from lightning_dp.accounting.external import AbstractExternal
-from lightning_dp.accounting.journal import (
-    Journal,
-    JournalError,
-    is_ledger_id,
-    new_id,
-    read_journal,
-)
-
-__all__ = ["Ledger", "read_state"]
+from lightning_dp.accounting.charges import Charges, JournalError
+from lightning_dp.accounting.events import AbstractEvent, AbstractExternal, Voided, VoidedRunError
+from lightning_dp.accounting.journal import Journal, is_ledger_id, new_id, read_journal
 
 _FIELDS = {"id", "journal", "runs"}  # of a state; none of them has a default
 
@@ -108,12 +99,9 @@ class Ledger:
     def charge(self, event: AbstractEvent) -> None:
         """Book one event of the current run, durably, before the data it is about are touched."""
         self._refuse_voided()
-        if not self._run:
-            raise RefusedRun(
-                "Ledger.begin() must come before Ledger.charge().", topic="out-of-order"
-            )
+        number = self._next_number("charge")
         if self._journal is not None:
-            self._journal.append(self._run, self._charges.length(self._run), event)
+            self._journal.append(self._run, number, event)
         self._charges.append(self._run, event)
         self.latest = datetime.now(timezone.utc)
         self.began = self.began or self.latest
@@ -124,12 +112,17 @@ class Ledger:
         Args:
             reason: module and kind of what was found in the records, and nothing else of them.
         """
-        if not self._run:
-            raise RefusedRun("Ledger.begin() must come before Ledger.void().", topic="out-of-order")
-        event, number = Voided(reason), self._charges.length(self._run)
+        event, number = Voided(reason), self._next_number("void")
         self._charges.append(self._run, event)  # first: the disk may be full
         if self._journal is not None:
             self._journal.append(self._run, number, event)
+
+    def _next_number(self, method: str) -> int:
+        if not self._run:
+            raise RefusedRun(
+                f"Ledger.begin() must come before Ledger.{method}().", topic="out-of-order"
+            )
+        return self._charges.length(self._run)
 
     def _refuse_voided(self) -> None:
         if self.voided is not None:
@@ -141,6 +134,12 @@ class Ledger:
         if self._journal is not None:
             with contextlib.suppress(JournalError):
                 self._journal.note_weights(fingerprints)
+
+    def note_data(self, records: int, name: str | None) -> None:
+        """Describe the data set of the run; where the journal has a fault, its next charge says so."""
+        if self._journal is not None:
+            with contextlib.suppress(JournalError):
+                self._journal.note_data(records, name)
 
     def end(self) -> None:
         """End the run: close the journal and give up its lock."""
@@ -212,28 +211,22 @@ def read_state(state: dict[str, Any]) -> tuple[str, Path | None, Charges]:
     try:
         ledger_id, journal, runs = state["id"], state["journal"], Charges.from_dict(state["runs"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise JournalError(
-            f"The checkpoint's privacy ledger is damaged: {error!r}.", topic="journal-damaged"
-        ) from None
+        raise _damaged(f"{error!r}") from None
     if not is_ledger_id(ledger_id):
-        raise JournalError(
-            f"The checkpoint's privacy ledger is damaged: its id {reprlib.repr(ledger_id)} is not "
-            "one of 16 hexadecimal digits.",
-            topic="journal-damaged",
-        )
+        raise _damaged(f"its id {reprlib.repr(ledger_id)} is not one of 16 hexadecimal digits")
     if journal is None:
         return ledger_id, None, runs
-    if (
-        not isinstance(journal, str)
-        or "\0" in journal
-        or Path(journal).name != f"{ledger_id}.journal"
-    ):
-        raise JournalError(
-            f"The checkpoint's privacy ledger is damaged: {reprlib.repr(journal)} is not the place of "
-            f"its journal {ledger_id}.journal.",
-            topic="journal-damaged",
-        )
+    is_path = isinstance(journal, str) and "\0" not in journal
+    if not is_path or Path(journal).name != f"{ledger_id}.journal":
+        named = reprlib.repr(journal)
+        raise _damaged(f"{named} is not the place of its journal {ledger_id}.journal")
     return ledger_id, Path(journal), runs
+
+
+def _damaged(how: str) -> JournalError:
+    return JournalError(
+        f"The checkpoint's privacy ledger is damaged: {how}.", topic="journal-damaged"
+    )
 
 
 def _find(recorded: Path, directory: Path) -> Path:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_dp._validate import between, instance, listed, normalise
-from lightning_dp.accounting._little_noise import HUGE, LittleNoise
+from lightning_dp._validate import between, instance, listed, normalise, not_negative
 from lightning_dp.accounting.base import (
     AbstractAccountant,
     Relation,
     check_delta,
-    check_epsilon,
     check_relation,
 )
 from lightning_dp.accounting.events import AbstractEvent, History, check_history
 from lightning_dp.accounting.external import Declared
-from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon, mu_of
-from lightning_dp.accounting.rdp import StreamingRDPAccountant, least_epsilon
+from lightning_dp.accounting.gdp import HUGE, LittleNoise, gdp_delta, gdp_epsilon, mu_of
+from lightning_dp.accounting.rdp import RenyiCurve
 from lightning_dp.accounting.steps import (
     CheckedHistory,
     EventPlan,
@@ -36,9 +34,6 @@ from lightning_dp.accounting.steps import (
 # refused, without.
 if TYPE_CHECKING:
     from lightning_dp.accounting._grid import GridSearch
-
-__all__ = ["PLDAccountant", "chosen", "delta", "epsilon", "epsilon_curve"]
-
 
 _NEXT_TO_NOTHING = 1e-6  # a μ that needs no amplification, at which a grid would be fine beyond use
 _ANY_DELTA = 1e-5  # to see how large the losses are
@@ -91,18 +86,6 @@ class PLDAccountant(AbstractAccountant):
         normalise(self, between("(0, 1]"), "spacing")
 
     @property
-    def _search(self) -> GridSearch:
-        from lightning_dp.accounting._grid import GridSearch
-
-        return GridSearch(self.rtol, self.spacing)
-
-    def _search_beside(self, declared: Declared) -> GridSearch:
-        from lightning_dp.accounting._external_pmf import nodes_of
-        from lightning_dp.accounting._grid import GridSearch
-
-        return GridSearch(self.rtol, self.spacing, nodes_of(declared))
-
-    @property
     def name(self) -> str:
         """The name in reports."""
         return "PLD"
@@ -110,87 +93,8 @@ class PLDAccountant(AbstractAccountant):
     def epsilon(self, history: History, delta: float, relation: Relation = "add_remove") -> float:
         """Return the least epsilon at ``delta``; see the class."""
         checked = CheckedHistory.of(history)
-        return self._epsilon(
-            checked.steps, Declared.of(checked.external, relation), delta, relation
-        )
-
-    def _epsilon(self, steps: Steps, declared: Declared, delta: float, relation: Relation) -> float:
-        """Return the least epsilon at ``delta`` of merged steps together with declared guarantees."""
-        from lightning_dp.accounting._grid import Target
-
-        if declared.is_empty:
-            return self.epsilon_of(steps, delta, relation)
-        bounds = [StreamingRDPAccountant().epsilon_beside(steps, declared, delta, relation)]
-        if steps.counts.size == 0 and declared.lost <= delta * (1 + 1e-14):
-            bounds.append(declared.simple_epsilon)  # δ may be just what they state
-        left = declared.left_of(delta)
-        if not (left > 0 and bounds[0] <= HUGE):
-            return min(bounds)
-        target = Target(log_delta=math.log(left))
-        search = self._search_beside(declared)
-        return min(*bounds, search.worst_direction(steps, target, relation, bounds[0]))
-
-    def epsilon_of(self, steps: Steps, delta: float, relation: Relation) -> float:
-        """Return the least epsilon at ``delta`` of merged steps."""
-        from lightning_dp.accounting._grid import Target
-
-        target = Target(log_delta=math.log(check_delta(delta)))
-        check_relation(relation)
-        if steps.counts.size == 0:
-            return 0.0
-        # No amplification: an upper bound for any sample rate, exact for full batches.
-        without = gdp_epsilon(mu_of(steps, relation), delta)
-        is_full = bool(np.all(steps.sample_rates == 1.0))
-        is_little = without == 0.0 or mu_of(steps, relation) < _NEXT_TO_NOTHING
-        if is_little or is_full or math.isinf(without):
-            return without
-        if without > HUGE:
-            without = min(without, _quick_epsilon(steps, delta, relation))
-            if without > HUGE or without == 0.0:
-                return without
-        return min(without, self._search.worst_direction(steps, target, relation, without))
-
-    def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
-        """Return the least delta at ``epsilon``; see the class."""
-        from lightning_dp.accounting._grid import Target
-
-        target = Target(epsilon=check_epsilon(epsilon))
-        check_relation(relation)
-        checked = CheckedHistory.of(history)
-        steps, declared = checked.steps, Declared.of(checked.external, relation)
-        if not declared.is_empty:
-            bound = StreamingRDPAccountant().delta(history, epsilon, relation)
-            if self._needs_no_grid(steps, declared.without_delta, _ANY_DELTA, relation):
-                return bound
-            search = self._search_beside(declared)
-            pure = search.worst_direction(steps, target, relation, bound)
-            found = min(bound, declared.with_all(pure))
-            alone = steps.counts.size == 0 and declared.simple_epsilon <= epsilon
-            return min(found, declared.lost) if alone else found
-        if steps.counts.size == 0:
-            return 0.0
-        without = gdp_delta(mu_of(steps, relation), epsilon)
-        is_full = bool(np.all(steps.sample_rates == 1.0))
-        if steps.has_noiseless or is_full or mu_of(steps, relation) < _NEXT_TO_NOTHING:
-            return without
-        if self._needs_no_grid(steps, declared, _ANY_DELTA, relation):
-            quick = StreamingRDPAccountant().delta(history, epsilon, relation)
-            return min(without, quick, LittleNoise.of(steps, relation).delta(epsilon))
-        return min(without, self._search.worst_direction(steps, target, relation, without))
-
-    def _needs_no_grid(
-        self, steps: Steps, declared: Declared, delta: float, relation: Relation
-    ) -> bool:
-        """True if epsilon at a delta is so large that a quick bound will do, or is seen to be 0."""
-        if steps.has_noiseless:
-            return True
-        mu = mu_of(steps, relation)
-        if declared.is_empty:
-            if gdp_epsilon(mu, delta) <= HUGE:
-                return False  # as nearly always, and quickly seen
-            return not 0.0 < _quick_epsilon(steps, delta, relation) <= HUGE
-        rough = StreamingRDPAccountant().epsilon_beside(steps, declared, delta, relation)
-        return not rough <= HUGE
+        declared = Declared.of(checked.external, relation)
+        return self._epsilon(checked.steps, declared, delta, relation)
 
     def epsilon_after(
         self, spent: CheckedHistory, steps: Steps, delta: float, relation: Relation
@@ -198,6 +102,58 @@ class PLDAccountant(AbstractAccountant):
         """Return the least epsilon of what was spent and further steps."""
         declared = Declared.of(spent.external, relation)
         return self._epsilon(joined(spent.steps, steps), declared, delta, relation)
+
+    def _epsilon(self, steps: Steps, declared: Declared, delta: float, relation: Relation) -> float:
+        """Return the least epsilon at ``delta`` of merged steps together with declared guarantees."""
+        from lightning_dp.accounting._grid import Target
+
+        check_relation(relation)
+        left = declared.left_of(check_delta(delta))
+        if declared.is_empty:
+            if steps.counts.size == 0:
+                return 0.0
+            # No amplification: an upper bound for any sample rate, exact for full batches.
+            bound = gdp_epsilon(mu_of(steps, relation), delta)
+            if bound == 0.0 or math.isinf(bound) or not _needs_amplification(steps, relation):
+                return bound
+            if bound > HUGE:
+                bound = min(bound, _quick_epsilon(steps, delta, relation))
+            if bound > HUGE or bound == 0.0:
+                return bound
+        else:
+            bound = RenyiCurve(steps, relation, declared).epsilon(delta)
+            if steps.counts.size == 0 and declared.lost <= delta * (1 + 1e-14):
+                bound = min(bound, declared.simple_epsilon)  # δ may be just what they state
+            if not (left > 0 and bound <= HUGE):
+                return bound
+        target = Target(log_delta=math.log(left))
+        return min(bound, self._search(declared).worst_direction(steps, target, relation))
+
+    def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
+        """Return the least delta at ``epsilon``; see the class."""
+        from lightning_dp.accounting._grid import Target
+
+        target = Target(epsilon=not_negative("epsilon", epsilon))
+        check_relation(relation)
+        checked = CheckedHistory.of(history)
+        steps, declared = checked.steps, Declared.of(checked.external, relation)
+        search = self._search(declared)
+        if not declared.is_empty:
+            bound = RenyiCurve(steps, relation, declared).delta(epsilon)
+            if self._needs_no_grid(steps, declared.without_delta, _ANY_DELTA, relation):
+                return bound
+            pure = search.worst_direction(steps, target, relation)
+            alone = steps.counts.size == 0 and declared.simple_epsilon <= epsilon
+            return min(bound, declared.with_all(pure), declared.lost if alone else 1.0)
+        if steps.counts.size == 0:
+            return 0.0
+        without = gdp_delta(mu_of(steps, relation), epsilon)
+        if steps.has_noiseless or not _needs_amplification(steps, relation):
+            return without
+        if self._needs_no_grid(steps, declared, _ANY_DELTA, relation):
+            quick = RenyiCurve(steps, relation).delta(epsilon)
+            return min(without, quick, LittleNoise.of(steps, relation).delta(epsilon))
+        return min(without, search.worst_direction(steps, target, relation))
 
     def curve(
         self,
@@ -208,44 +164,42 @@ class PLDAccountant(AbstractAccountant):
         spent: History = (),
     ) -> FloatArray:
         """Return epsilon after each length; those that are close share their work."""
-        from lightning_dp.accounting._curve import Run, Together
+        from lightning_dp.accounting._grid import CurveSearch, Run
 
-        checked = CheckedHistory.of(spent)
-        declared = Declared.of(checked.external, relation)
+        declared = Declared.of(CheckedHistory.of(spent).external, relation)
         run = Run.of(plan, lengths, [each for each in spent if each[0].is_gaussian])
-        left = declared.left_of(delta)
-        steps = run.steps()
+        left, steps = declared.left_of(delta), run.steps()
         is_little = mu_of(steps, relation) < _NEXT_TO_NOTHING
         if is_little or not left > 0 or self._needs_no_grid(steps, declared, delta, relation):
             return super().curve(plan, lengths, delta, relation, spent)
-        values = Together(self._search_beside(declared), left, relation).values(run)
-        # A length without steps is not composed there.
-        return (
-            values
-            if declared.is_empty
-            else np.maximum(values, self.epsilon(spent, delta, relation))
-        )
+        values = CurveSearch(self._search(declared), left, relation).values(run)
+        if declared.is_empty:
+            return values
+        return np.maximum(values, self.epsilon(spent, delta, relation))  # also of no step
 
-    def first_scale(
-        self,
-        cost: Callable[[float], float],
-        spent: CheckedHistory,
-        shapes: Steps,
-        budget: tuple[float, float],
-        relation: Relation,
-        tolerance: float,
-    ) -> tuple[float, float]:
-        """Return a scale that nearly meets the budget, by estimates on one grid."""
-        from lightning_dp.accounting._scale import Goal
+    def _search(self, declared: Declared) -> GridSearch:
+        """Return the search for a grid, with declared guarantees next to all steps."""
+        from lightning_dp.accounting._grid import GridSearch
 
-        declared = Declared.of(spent.external, relation)
-        if np.all(shapes.sample_rates == 1) or budget[0] > HUGE:
-            return super().first_scale(cost, spent, shapes, budget, relation, tolerance)
-        budget = (budget[0], declared.left_of(budget[1]))
-        goal = Goal(spent.steps, shapes, budget, relation, tolerance, declared.without_delta)
-        bound = goal.asking(StreamingRDPAccountant().epsilon_beside)
-        search, least = self._search_beside(declared), least_epsilon(budget[1])
-        return goal.near(cost, *goal.on_grids(search, bound, least))
+        return GridSearch(self.rtol, self.spacing, declared.nodes)
+
+    def _needs_no_grid(
+        self, steps: Steps, declared: Declared, delta: float, relation: Relation
+    ) -> bool:
+        """True if epsilon at a delta is so large that a quick bound will do, or is seen to be 0."""
+        if steps.has_noiseless:
+            return True
+        if not declared.is_empty:
+            return not RenyiCurve(steps, relation, declared).epsilon(delta) <= HUGE
+        if gdp_epsilon(mu_of(steps, relation), delta) <= HUGE:
+            return False  # as nearly always, and quickly seen
+        return not 0.0 < _quick_epsilon(steps, delta, relation) <= HUGE
+
+
+def _needs_amplification(steps: Steps, relation: Relation) -> bool:
+    """True if the formula for full batches is neither exact nor as good as 0."""
+    is_full = bool(np.all(steps.sample_rates == 1.0))
+    return not is_full and mu_of(steps, relation) >= _NEXT_TO_NOTHING
 
 
 def _quick_epsilon(steps: Steps, delta: float, relation: Relation) -> float:
@@ -253,7 +207,7 @@ def _quick_epsilon(steps: Steps, delta: float, relation: Relation) -> float:
     few = LittleNoise.of(steps, relation)
     if few.count:  # Rényi's integrals would be long
         return few.epsilon(delta)
-    return StreamingRDPAccountant().epsilon_of(steps, delta, relation)
+    return RenyiCurve(steps, relation).epsilon(delta)
 
 
 Events = AbstractEvent | Sequence[AbstractEvent | tuple[AbstractEvent, int]]

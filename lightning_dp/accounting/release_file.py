@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from urllib.parse import quote
 
 from lightning_dp._files import replaced
 from lightning_dp.accounting.charges import Charges, JournalError
 from lightning_dp.accounting.events import AbstractEvent
-
-__all__ = [
-    "Kept",
-    "Progress",
-    "Round",
-    "charges_of",
-    "check_name",
-    "check_nothing_is_missing",
-    "federations_in",
-    "file_name",
-    "progress_of_all",
-    "read_release_file",
-    "release_path",
-    "rounds_in",
-    "write_release_file",
-]
+from lightning_dp.accounting.journal import checked_line, read_line
 
 _FORMAT = "lightning-dp-releases-1"
 _LONGEST_HEADER = 1 << 20
@@ -146,8 +130,8 @@ def write_release_file(path: Path, progress: Progress, kept: Kept, note: bytes) 
     """Replace the file, durably: it is the old one or the new one at any moment."""
     content = b"".join([*kept.values(), note])
     places = [[round_, part, len(sent)] for (round_, part), sent in kept.items()]
-    header = json.dumps([_FORMAT, vars(progress), places, zlib.crc32(content)]).encode()
-    line = header + f" {zlib.crc32(header):08x}\n".encode()
+    header = [_FORMAT, vars(progress), places, zlib.crc32(content)]
+    line = checked_line(header, (", ", ": "))  # as earlier versions wrote it
     with replaced(path) as file:
         file.write(line + content)
 
@@ -161,9 +145,7 @@ def read_release_file(path: Path) -> tuple[Progress, Kept, bytes]:
     line, _, content = path.read_bytes().partition(b"\n")
     progress, places, check = _header(path, line)
     if check != zlib.crc32(content):
-        raise JournalError(
-            f"{path} is damaged: its checksum is wrong. {_CURE}", topic="journal-damaged"
-        )
+        raise _damaged(path)
     kept, start = {}, 0
     for round_, part, length in places:
         kept[round_, part] = content[start : start + length]
@@ -172,18 +154,19 @@ def read_release_file(path: Path) -> tuple[Progress, Kept, bytes]:
 
 
 def _header(path: Path, line: bytes) -> tuple[Progress, list[list[int]], int]:
-    header, _, checksum = line.rstrip(b"\n").rpartition(b" ")
     try:
-        if f"{zlib.crc32(header):08x}".encode() != checksum:
-            raise ValueError
-        name, state, places, check = json.loads(header)
-        if name != _FORMAT:
-            raise ValueError
-        return Progress.read(path, state), places, check
+        name, state, places, check = cast("list[Any]", read_line(line.rstrip(b"\n")))
+        if name == _FORMAT:
+            return Progress.read(path, state), places, check
     except (ValueError, TypeError):
-        raise JournalError(
-            f"{path} is damaged: its checksum is wrong. {_CURE}", topic="journal-damaged"
-        ) from None
+        pass
+    raise _damaged(path)
+
+
+def _damaged(path: Path) -> JournalError:
+    return JournalError(
+        f"{path} is damaged: its checksum is wrong. {_CURE}", topic="journal-damaged"
+    )
 
 
 # -- against the journal -----------------------------------------------------------------------

@@ -10,8 +10,6 @@ import numpy as np
 
 from lightning_dp._validate import number, whole
 
-__all__ = ["epsilon_text", "float32_above"]
-
 
 def epsilon_text(epsilon: float, digits: int = 4) -> str:
     """Return ε for people: the least number of that many significant digits that is not below it.

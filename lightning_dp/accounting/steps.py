@@ -1,4 +1,4 @@
-"""Histories and plans as arrays: what 100,000 steps are, without making 100,000 events."""
+"""Histories and plans as arrays: 100,000 steps without 100,000 events."""
 
 from __future__ import annotations
 
@@ -15,28 +15,12 @@ from numpy.typing import NDArray
 
 from lightning_dp.accounting.events import (
     AbstractEvent,
+    AbstractExternal,
     History,
     check_entry,
     check_history,
     sampled_gaussian,
 )
-from lightning_dp.accounting.external import AbstractExternal
-
-__all__ = [
-    "NO_NOISE",
-    "AbstractPairPlan",
-    "CheckedHistory",
-    "EventPlan",
-    "FloatArray",
-    "PlannedSteps",
-    "Steps",
-    "check_plan",
-    "first_events",
-    "joined",
-    "merge",
-    "merge_arrays",
-    "pairs_of",
-]
 
 FloatArray: TypeAlias = NDArray[np.float64]
 
@@ -130,19 +114,10 @@ class CheckedHistory:
     @classmethod
     def of(cls, history: History, name: str = "history") -> CheckedHistory:
         """Check a history, the argument of that name, and merge it."""
-        steps: list[tuple[AbstractEvent, int]] = []
-        external: list[tuple[AbstractExternal, int]] = []
-        for event, count in check_history(history, name):
-            if isinstance(event, AbstractExternal):
-                external += [(event, count)] * bool(count)
-            else:
-                steps.append((event, count))
-        return cls(history, merge(steps), tuple(external))
-
-    @property
-    def is_gaussian(self) -> bool:
-        """True if its steps are all of it."""
-        return not self.external
+        entries = check_history(history, name)
+        steps = merge([entry for entry in entries if not isinstance(entry[0], AbstractExternal)])
+        external = [(e, n) for e, n in entries if isinstance(e, AbstractExternal) and n]
+        return cls(history, steps, tuple(external))
 
 
 class AbstractPairPlan(ABC):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dp import _validate
 from lightning_dp._noise import NoiseSource
 from lightning_dp._refusals import RefusedRun, text_of
 from lightning_dp._validate import (
@@ -19,23 +18,27 @@ from lightning_dp._validate import (
     instance,
     normalise,
     not_negative,
-    number,
     optional,
     positive,
+    seed,
     whole,
 )
-from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.events import AbstractEvent
-from lightning_dp.boundary import Query
+from lightning_dp.boundary import Term
 from lightning_dp.estimators import CubicNewton
-from lightning_dp.federated.agreement import check_engine, check_point, is_of_ordinary_size
 from lightning_dp.federated.asynchronous import ROUND, UPDATE
-from lightning_dp.federated.client import AbstractRounds, Asked, Client, Latest
+from lightning_dp.federated.client import (
+    Client,
+    PlannedRelease,
+    check_engine,
+    check_point,
+    draw,
+    is_of_ordinary_size,
+    noised_sum,
+)
 from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.federated.messages import Message, MessageError
-from lightning_dp.federated.protocol import Records, check_records, draw, noised_sum
-from lightning_dp.federated.spending import Spending
+from lightning_dp.federated.protocol import Message, MessageError, Records, check_records
 from lightning_dp.sampling import AbstractSampling, FullBatch, Poisson
 from lightning_dp.sparsify import SparseVector, random_k
 
@@ -160,93 +163,74 @@ class CubicNewtonPlan:
         return point.index_add(0, sent.coordinates(), sent.values, alpha=alpha)
 
 
+@dataclass(eq=False, repr=False)
 class CubicNewtonClient(Client):
     """Client i of a :class:`~lightning_dp.federated.cubic_newton.CubicNewtonPlan`.
 
-    - A round is charged to the ledger, on disk, before a record is touched.
-    - The request for a round is answered once. Asked again, also by a new process on the same
-      ledger, the client sends the same bytes: no noise is drawn again.
-    - Noise, sampling and budget are this client's own choice; the server learns none of them from
-      a message but that a budget is used up.
+    Noise, sampling and budget are this client's choice; the server learns none of them from
+    a message except that a budget is used up.
 
     Args:
         records: this client's data.
         plan: what was agreed on.
         ledger: of this data set.
         run: the name of the federation, as at the server.
-        client: which one this is.
+        client: its number.
         noise_multiplier: z >= 0 of a whole round (of an inner step with ``fresh_batches``).
-        target_epsilon: of everything that is ever released about the data set, by all runs;
-            ``math.inf``, said in so many words, for none.
-        target_delta: in (0, 1).
+        target_epsilon, target_delta, relation, seed: as in
+            :class:`~lightning_dp.federated.ClientPrivacy`.
         sample_rate: q in (0, 1], the Poisson rate of its batches; 1 is all of its records.
-        relation: the neighbouring relation.
-        seed: for tests only: the same batches and noise each time, which protects nobody.
 
     Raises:
         ValueError: naming the argument that is out of its range.
         RuntimeError: by :meth:`answer`, each time, of a round whose inner steps diverged.
     """
 
-    def __init__(
-        self,
-        records: Records,
-        plan: CubicNewtonPlan,
-        ledger: ReleaseLedger,
-        *,
-        run: str,
-        client: int,
-        noise_multiplier: float,
-        target_epsilon: float,
-        target_delta: float,
-        sample_rate: float = 1.0,
-        relation: Relation = "add_remove",
-        seed: int | None = None,
-    ) -> None:
-        noise_multiplier = not_negative("noise_multiplier", noise_multiplier)
-        sample_rate = number("sample_rate", sample_rate)
-        seed = optional(_validate.seed)("seed", seed)
-        instance("plan", plan, CubicNewtonPlan)
-        check_records(records)
-        rounds = _Rounds(records, plan, client, noise_multiplier, sample_rate)
-        budget = (target_epsilon, target_delta, relation)
-        # A server that went back to its last state asks for the round before again.
-        spending = Spending(run, plan.rounds, rounds.events, *budget, retain=2)
-        super().__init__(rounds, ledger, spending, seed=seed)
-
-
-@dataclass(frozen=True)
-class _Rounds(AbstractRounds):
-    """Rounds of DP-FCRN; the arguments are those of :class:`CubicNewtonClient`."""
-
     kinds: ClassVar[tuple[str, ...]] = (ROUND,)
 
+    records: Records
     plan: CubicNewtonPlan
+    ledger: ReleaseLedger
+    _: KW_ONLY
+    run: str
     client: int
     noise_multiplier: float
-    sample_rate: float
+    target_epsilon: float
+    target_delta: float
+    sample_rate: float = 1.0
+    relation: Relation = "add_remove"
+    seed: int | None = None
 
     def __post_init__(self) -> None:
+        normalise(self, not_negative, "noise_multiplier")
+        normalise(self, between("(0, 1]"), "sample_rate")
+        normalise(self, optional(seed), "seed")
+        instance("plan", self.plan, CubicNewtonPlan)
+        check_records(self.records)
         if not self.records.num_records >= 1:
             raise ValueError(f"num_records={self.records.num_records} must be at least 1.")
         check_engine(self.records, self.plan.newton)
-        self.plan.mask_seed(self.client)  # raises for a client that is none
-        self.plan.sampling(self.sample_rate)  # raises for a rate that is none
+        self._newton = self.plan.newton_of(self.client)  # raises for a number out of range
+        budget = (self.target_epsilon, self.target_delta, self.relation)
+        # A server that went back to its last state asks for the round before again.
+        self._declare(self.plan.rounds, budget, self.seed, retain=2)
 
     def events(self, i: int) -> Sequence[AbstractEvent]:
-        events = self.plan.events(self.noise_multiplier, self.sample_rate)
-        if self.records.unit == "client":  # its presence is not a matter of chance
-            return [Gaussian(self.noise_multiplier)] * len(events)
-        return events
+        rate = 1.0 if self.records.unit == "client" else self.sample_rate
+        return self.plan.events(self.noise_multiplier, rate)
 
-    # -- before the charge -------------------------------------------------------------------
-
-    def read(self, request: Message, latest: Latest) -> Asked:
+    def read(self, request: Message) -> PlannedRelease:
         t, counter = request.whole("round"), request.whole("counter")
         point = request.tensor("model")
         if not t < self.plan.rounds:
             raise MessageError(f"Round {t} of {self.plan.rounds} was asked for.")
-        self._check(point)
+        if point.dtype not in (torch.float32, torch.float64):
+            raise MessageError(f"The model is of {point.dtype}; DP-FCRN needs float32 or float64.")
+        check_point(self.records, point)
+        try:
+            self.plan.update_size(len(point))
+        except ValueError as error:
+            raise MessageError(text_of(error)) from None
 
         def make(rng: np.random.Generator, source: NoiseSource) -> Message:
             try:
@@ -257,33 +241,32 @@ class _Rounds(AbstractRounds):
             values = self.plan.update(step, t, self.client)
             return Message(UPDATE, {"round": t, "counter": counter}, {"update": values})
 
-        return Asked(t, 0, {"round": t}, make)
+        return PlannedRelease(t, 0, {"round": t}, make)
 
-    def _check(self, point: Tensor) -> None:
-        """Refuse a model that cannot be asked about."""
-        if point.dtype not in (torch.float32, torch.float64):
-            raise MessageError(f"The model is of {point.dtype}; DP-FCRN needs float32 or float64.")
-        check_point(self.records, point)
-        try:
-            self.plan.update_size(len(point))
-        except ValueError as error:
-            raise MessageError(text_of(error)) from None
-
-    # -- after it ----------------------------------------------------------------------------
+    def answer(self, request: bytes) -> bytes:
+        made = super().answer(request)
+        message = Message.from_bytes(made)
+        if message.kind == _DIVERGED:
+            raise RefusedRun(message["why"], topic="diverged")
+        return made
 
     def _step(self, point: Tensor, t: int, rng: np.random.Generator, source: NoiseSource) -> Tensor:
         """Return u, this client's step from x_t. Every query is noised."""
-        newton, q, params = self.plan.newton_of(self.client), self.sample_rate, [point]
-        sampling = self.plan.sampling(q)
+        newton, q, params = self._newton, self.sample_rate, [point]
         state = {**newton.init(params), "round": t}
-        step, drawn = torch.zeros_like(point), list[int]()
+        step, batch = torch.zeros_like(point), list[int]()
         for inner in range(newton.inner_steps):
             if inner == 0 or newton.fresh_batches:
-                drawn = draw(self.records, q, rng, sampling)
-            query = _at(newton.ask(state, params, t, self.noise_multiplier), point)
+                batch = draw(self.records, q, rng, self.plan.sampling(q))
+            query = newton.ask(state, params, t, self.noise_multiplier)
+            terms = tuple(
+                replace(term, point=point if term.point is None else term.point)
+                for term in query.terms
+            )
+            query = replace(query, terms=terms)
             if query.noise_multiplier > 0 and not is_of_ordinary_size(query):
                 raise _DivergedError(f"inner step {inner} asks for clip norm {query.clip_norm}")
-            released = noised_sum(self.records, query, drawn, source)
+            released = noised_sum(self.records, query, batch, source)
             mean = released.mean(q * self.records.num_records)
             try:
                 estimate, state = newton.tell(state, params, t, mean)
@@ -293,20 +276,11 @@ class _Rounds(AbstractRounds):
                 step = step - estimate
         return step
 
-    def reply(self, made: bytes) -> bytes:
-        message = Message.from_bytes(made)
-        if message.kind == _DIVERGED:
-            raise RefusedRun(message["why"], topic="diverged")
-        return made
-
 
 class _DivergedError(Exception):
-    """The inner steps are no longer finite: said by noised values only."""
+    """The inner steps are no longer finite, by noised values only."""
 
 
-def _at(query: Query, point: Tensor) -> Query:
-    """Return the query with its points written out."""
-    terms = tuple(
-        replace(term, point=point if term.point is None else term.point) for term in query.terms
-    )
-    return replace(query, terms=terms)
+def _at(point: Tensor, term: Term) -> Term:
+    """Write out the present point."""
+    return replace(term, point=point) if term.point is None else term

@@ -1,37 +1,161 @@
-"""A client's ledger: its charges and releases are on disk before anything leaves it."""
+"""A client's ledger: plan, charges and releases are on disk before anything leaves it."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Callable
-from dataclasses import replace
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
 from lightning_dp._files import local_folder
-from lightning_dp._noise import random_generator
-from lightning_dp._refusals import text_of
+from lightning_dp._refusals import RefusedSetting, text_of
+from lightning_dp._validate import normalise, number, probability, whole
 from lightning_dp.accounting import PLDAccountant
-from lightning_dp.accounting.base import Relation
+from lightning_dp.accounting.base import Relation, check_relation
+from lightning_dp.accounting.calibration import affordable_steps
 from lightning_dp.accounting.charges import Charges, JournalError
-from lightning_dp.accounting.events import AbstractEvent, VoidedRunError
-from lightning_dp.accounting.journal import read_journal
+from lightning_dp.accounting.declared_in_advance import OneOrderAccountant, order_of_budget
+from lightning_dp.accounting.events import AbstractEvent, History, Voided, VoidedRunError, counted
+from lightning_dp.accounting.guards import GDPGuard
+from lightning_dp.accounting.journal import Journal, read_journal
+from lightning_dp.accounting.rdp import total_divergence
 from lightning_dp.accounting.release_file import (
+    Kept,
     Progress,
+    Round,
+    charges_of,
     check_name,
     check_nothing_is_missing,
     file_name,
     progress_of_all,
+    read_release_file,
+    release_path,
+    rounds_in,
+    write_release_file,
 )
-from lightning_dp.federated.open_run import OpenRun
-from lightning_dp.federated.spending import Spending
+from lightning_dp.accounting.steps import Steps
+from lightning_dp.federated.protocol import MessageError
 from lightning_dp.gradients import UnsupportedModelError
+from lightning_dp.mechanism import BudgetExhausted
 
-__all__ = ["Make", "ReleaseLedger"]
+__all__ = ["Budget", "ReleaseLedger", "Spending", "check_budget"]
+
+Budget: TypeAlias = tuple[float, float, Relation]  # ε, δ and the neighbouring relation
+_Events: TypeAlias = Callable[[int], Sequence[AbstractEvent]]
+_Make: TypeAlias = Callable[[np.random.Generator], bytes]
 
 
-Make = Callable[[np.random.Generator], bytes]
+# -- the plan and the budget -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spending:
+    """The queries of a run to one client and the budget, declared before its first round.
+
+    Args:
+        run: a name that no other federation over the same data has.
+        rounds: how many rounds the run has at most.
+        events: what round i asks of this client's records: one event, or several that are charged
+            together. A round that is not asked is not charged.
+        target_epsilon: the budget of the data set, over all its runs; ``math.inf`` for none.
+        target_delta: in (0, 1); the δ of the budget and of the ε that is reported.
+        relation: the neighbouring relation of both.
+        retain: for how many rounds, the latest one included, releases are kept to be sent again.
+
+    Raises:
+        ValueError: naming the argument that is out of its range.
+    """
+
+    run: str
+    rounds: int
+    events: _Events = field(repr=False)
+    target_epsilon: float
+    target_delta: float
+    relation: Relation = "add_remove"
+    retain: int = 1
+
+    def __post_init__(self) -> None:
+        normalise(self, whole, "retain", "rounds")
+        check_name("run", self.run, "a name that no other federation has")
+        check_budget(self.target_epsilon, self.target_delta, self.relation)
+        normalise(self, number, "target_epsilon", "target_delta")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A text that is the same for the same plan and budget, and for no other."""
+        plan = [[event.to_dict() for event in self.events(i)] for i in range(self.rounds)]
+        budget = [self.run, str(self.target_epsilon), self.target_delta, self.relation, plan]
+        return hashlib.sha256(json.dumps(budget, sort_keys=True).encode()).hexdigest()
+
+    def affordable_rounds(self, spent: History) -> int:
+        """Return the number of rounds that fit if no other run spends meanwhile."""
+        if math.isinf(self.target_epsilon):
+            return self.rounds
+        budget = (self.target_epsilon, self.target_delta, self.relation)
+        plan = [self.events(i) for i in range(self.rounds)]
+        charges = [event for each in plan for event in each]
+        whole = counted([*spent, *((event, 1) for event in charges)])
+        if PLDAccountant().epsilon(whole, *budget[1:]) <= self.target_epsilon:
+            return self.rounds
+        fitting = affordable_steps(lambda n: charges[n], len(charges), *budget, spent=spent)
+        count = 0
+        for i, each in enumerate(plan):
+            count += len(each)
+            if count > fitting:
+                return i
+        return self.rounds
+
+    def fits(self, charges: Sequence[AbstractEvent], spent: History) -> bool:
+        """Return True if charges fit where several runs take turns, in an undeclared order.
+
+        The order may depend on what was released, so a plan's ε would not hold for it. These do:
+
+        - if all charges are alike, only their number matters: the accountant's ε;
+        - full batches: the sum of 1/z², as :class:`~lightning_dp.accounting.guards.GDPGuard` keeps it;
+        - else one Rényi order, as :class:`~lightning_dp.accounting.guards.RDPGuard` has it, that
+          depends on the budget alone. It costs some percent of the budget.
+        """
+        epsilon, delta, relation = self.target_epsilon, self.target_delta, self.relation
+        if math.isinf(epsilon) or not charges:
+            return True
+        whole = counted([*spent, *((event, 1) for event in charges)])
+        if len(whole) == 1:  # whoever asks next, it is the same event again
+            return PLDAccountant().epsilon(whole, delta, relation) <= epsilon
+        if any(event.pair[0] == 0 for event, _ in whole):
+            return False  # a release without noise fits into no finite ε
+        if all(event.pair[1] == 1 for event, _ in whole):
+            # Gaussians, also chosen adaptively, are one with 1/z² = Σ 1/z_i², as long as it stays
+            # below μ² of the budget.
+            mu, factor = GDPGuard(epsilon, delta, relation, []).mu, check_relation(relation)
+            return math.fsum(n * (factor / e.pair[0]) ** 2 for e, n in whole) <= mu**2
+        # Divergences of one order add up over adaptive rounds. The order is fixed by the budget:
+        # one chosen afterwards would depend on what was released.
+        order = order_of_budget(epsilon, delta)
+        pairs = np.array([event.pair for event, _ in whole])
+        steps = Steps(pairs[:, 0], pairs[:, 1], np.array([float(n) for _, n in whole]))
+        divergence = float(total_divergence(steps, relation, np.array([order]))[0])
+        return divergence + OneOrderAccountant(order).penalty(delta) <= epsilon
+
+
+def check_budget(target_epsilon: float, target_delta: float, relation: Relation) -> None:
+    """Raise ValueError for a budget out of range; an infinite ε must be chosen in so many words."""
+    if target_epsilon is None or not number("target_epsilon", target_epsilon) > 0:
+        raise ValueError(
+            f"target_epsilon={target_epsilon} must be greater than 0: the most that may ever be "
+            "spent on the data set, by all runs; math.inf for no limit."
+        )
+    probability("target_delta", target_delta)
+    check_relation(relation)
+
+
+# -- the ledger --------------------------------------------------------------------------------
 
 
 class ReleaseLedger:
@@ -46,14 +170,13 @@ class ReleaseLedger:
       gives the same bytes, and no noise is drawn;
     - a round that had not left is made again under its charge, on the same batch.
 
-    The whole plan of a run is declared in advance (:class:`Spending`); how many of its rounds fit
-    into the budget, next to what other runs have spent, is found before its first one, so stopping
-    there is a stop fixed in advance. A further round is refused, and charges nothing. Runs that take
-    turns share what is left, round by round, by rules that hold for any order of theirs.
+    The plan of a run is declared in advance (:class:`Spending`); how many of its rounds fit into
+    the budget, next to what other runs have spent, is found before its first one. A further round is
+    refused, and charges nothing. Runs that take turns share what is left, by rules that hold for any
+    order of theirs.
 
-    The journal and the runs' files must be of one moment. If one of them was lost, or replaced by
-    an old copy, the others tell, and nothing goes on; if all are old copies of one moment, nothing
-    can tell.
+    The journal and the runs' files must be of one moment. One that was lost, or replaced by an old
+    copy, is noticed, and nothing goes on; if all are old copies of one moment, nothing can show it.
 
     A lock keeps other processes out while a release is made. The folder belongs to the client:
     batch seeds in it are as private as its data.
@@ -85,22 +208,16 @@ class ReleaseLedger:
     def __init__(self, directory: str | Path, dataset_id: str) -> None:
         check_name("dataset_id", dataset_id, "the name of the data set, unlike any other one")
         self.dataset_id = dataset_id
-        self._directory = local_folder("directory", directory)
-        self.journal_path = self._directory / f"{file_name(dataset_id)}.journal"
-
-    def _open(self, spending: Spending) -> OpenRun:
-        return OpenRun(self.journal_path, self.dataset_id, spending)
-
-    # -- what was spent ----------------------------------------------------------------------
+        folder = local_folder("directory", directory)
+        self.journal_path = folder / f"{file_name(dataset_id)}.journal"
 
     def history(self) -> list[tuple[AbstractEvent, int]]:
         """Return everything charged for this data set, over all runs.
 
         Raises:
-            JournalError: if the journal is damaged or another data set's, or knows of fewer charges
-                than the runs' release files do.
+            JournalError: if the journal is damaged, another data set's, or behind release files.
         """
-        known: list[tuple[Path, Progress]] = [*progress_of_all(self.journal_path)]
+        known = [*progress_of_all(self.journal_path)]
         runs = Charges()
         if self.journal_path.exists():
             found, runs = read_journal(self.journal_path)
@@ -115,19 +232,12 @@ class ReleaseLedger:
         """Return ε at ``delta`` of everything charged so far."""
         return PLDAccountant().epsilon(self.history(), delta, relation)
 
-    # -- releases ----------------------------------------------------------------------------
-
-    def facts(self, spending: Spending) -> dict[str, float | str]:
-        """Return ε of this data set and its δ and relation, for a client to tell."""
-        delta, relation = spending.target_delta, spending.relation
-        return {"epsilon": self.epsilon(delta, relation), "delta": delta, "relation": relation}
-
     def release(
         self,
         spending: Spending,
         round_: int,
         part: int,
-        make: Make,
+        make: _Make,
         *,
         keep: bool = True,
         note: bytes = b"",
@@ -150,90 +260,175 @@ class ReleaseLedger:
             JournalError: if files are missing or damaged, or another process has them.
             VoidedRunError: if real records failed a check, now or in any run over the data set.
         """
-        with self._open(spending) as files:
-            if (sent := files.kept.get((round_, part))) is not None:
+        with self._open(spending) as run:
+            if (sent := run.kept.get((round_, part))) is not None:
                 return sent
-            before = files.progress
+            before = run.progress
             again = not keep and (round_, part) == (before.begun, before.parts - 1)
-            now = before if again else files.begin(round_, part, spending)
+            now = before if again else run.begin(round_, part)
             try:
                 content = make(np.random.Generator(np.random.PCG64DXSM(int(now.seed, 16))))
             except (VoidedRunError, UnsupportedModelError) as error:
-                files.void(round_, spending, getattr(error, "reason", text_of(error)))
+                run.void(round_, getattr(error, "reason", text_of(error)))
                 raise
             # On disk before it leaves: from now on this round has this release and no other.
             oldest = round_ - spending.retain + 1
-            kept = {place: sent for place, sent in files.kept.items() if place[0] >= oldest}
+            kept = {place: sent for place, sent in run.kept.items() if place[0] >= oldest}
             if keep:
                 kept[round_, part] = content
-            files.write(replace(now, parts=part + 1), kept, note)
+            run.write(replace(now, parts=part + 1), kept, note)
             return content
 
     def find(self, spending: Spending, round_: int, part: int) -> bytes | None:
         """Return the bytes of a release; None if it was not made, or is no longer kept."""
-        with self._open(spending) as files:
-            return files.kept.get((round_, part))
+        with self._open(spending) as run:
+            return run.kept.get((round_, part))
 
     def latest(self, spending: Spending) -> tuple[bytes, bytes] | None:
         """Return the note and the bytes of the latest release; None if there is none, or no note."""
-        with self._open(spending) as files:
-            if not files.note or not files.kept:
-                return None
-            return files.note, [*files.kept.values()][-1]
+        with self._open(spending) as run:
+            return (run.note, [*run.kept.values()][-1]) if run.note and run.kept else None
 
     def has_begun(self, spending: Spending) -> bool:
-        """Tell whether a round of the run was charged, or began to be."""
-        with self._open(spending) as files:
-            return files.progress.begun >= 0
+        """Return True if a round of the run was charged, or began to be."""
+        with self._open(spending) as run:
+            return run.progress.begun >= 0
 
-    def rounds_left(self, spending: Spending) -> int:
-        """Return the number of rounds of the plan, from the latest one on, that the budget affords."""
-        with self._open(spending) as files:
-            return files.progress.limit - files.progress.begun - 1
+    def _open(self, spending: Spending) -> _OpenRun:
+        return _OpenRun(self.journal_path, self.dataset_id, spending)
 
 
-class NoLedger:
-    """In place of a ledger where nothing is private: nothing is charged, and ε is infinite.
+class _OpenRun:
+    """The journal of a data set and the release file of one run, under their lock."""
 
-    The latest release is kept in this process, to be sent again.
-    """
+    kept: Kept
+    """The releases that may be asked for again, by round and part."""
 
-    def __init__(self) -> None:
-        self._place = (-1, 0)
-        self._content, self._note = b"", b""
+    def __init__(self, journal_path: Path, dataset_id: str, spending: Spending) -> None:
+        self._dataset, self._spending = dataset_id, spending
+        self._path = release_path(journal_path, spending.run)
+        if not journal_path.exists():  # a lost one is not to be replaced by an empty one
+            known = [*progress_of_all(journal_path)]
+            if not journal_path.exists():  # nor has another process begun one meanwhile
+                check_nothing_is_missing(journal_path, dataset_id, Charges(), known)
+        self._journal = Journal(journal_path, dataset_id)
+        self.kept, self.note = {}, b""
+        try:
+            if (reason := self._journal.runs.voided) is not None:
+                raise VoidedRunError(reason)
+            self.progress = self._read()
+        except BaseException:
+            self._journal.close()
+            raise
 
-    def epsilon(self, delta: float, relation: Relation = "add_remove") -> float:
-        """Return inf."""
-        return math.inf
+    def __enter__(self) -> _OpenRun:
+        return self
 
-    def facts(self, spending: Spending) -> dict[str, float | str]:
-        """Return nothing: nothing was booked."""
-        return {}
+    def __exit__(self, *unused: object) -> None:
+        self._journal.close()
 
-    def release(
-        self,
-        spending: Spending,
-        round_: int,
-        part: int,
-        make: Make,
-        *,
-        keep: bool = True,
-        note: bytes = b"",
-    ) -> bytes:
-        """Return the bytes of a release: those that left before, or newly made ones."""
-        if self._place != (round_, part):
-            content = make(random_generator(None))
-            self._place, self._content, self._note = (round_, part), content, note
-        return self._content
+    def _read(self) -> Progress:
+        runs, journal, spending = self._journal.runs, self._journal.path, self._spending
+        check_nothing_is_missing(journal, self._dataset, runs, [*progress_of_all(journal)])
+        charged = rounds_in(runs, spending.run)
+        if self._path.exists():
+            progress, self.kept, self.note = read_release_file(self._path)
+            self._check(progress, max(charged, default=-1))
+            return progress
+        if charged:
+            raise JournalError(
+                f"{self._path} is missing, but rounds of run {spending.run!r} were charged in "
+                f"{journal}: what has left is unknown. Put it back, or take another name for the "
+                "run.",
+                topic="journal-missing",
+            )
+        limit, name = spending.affordable_rounds(runs.history()), spending.fingerprint
+        others = self._charges_of_others()
+        progress = Progress(spending.run, name, limit, others, dataset=self._dataset, charged=0)
+        self.write(progress, {})
+        return progress
 
-    def find(self, spending: Spending, round_: int, part: int) -> bytes | None:
-        """Return the bytes of the latest release, if it is this one."""
-        return self._content if self._place == (round_, part) else None
+    def _check(self, progress: Progress, latest: int) -> None:
+        """Check the file: the journal may be ahead by the charge of the round begun, no more."""
+        run = self._spending.run
+        here = self._charges(but=progress.begun if progress.parts == 0 else None)
+        known = here if progress.charged is None else progress.charged
+        if progress.run != run or latest > progress.begun or here != known:
+            raise JournalError(
+                f"{self._path} is of another run, or an old copy: it names {known} charges of run "
+                f"{progress.run!r}, and the journal {self._journal.path} has {here} of run "
+                f"{run!r}. Put the right one back: what has left is in it.",
+                topic="journal-behind",
+            )
+        if progress.fingerprint != self._spending.fingerprint:
+            raise RefusedSetting(
+                f"run={run!r} was begun with another plan or budget. Use those, or take "
+                "another name for the run.",
+                topic="other-settings",
+            )
 
-    def latest(self, spending: Spending) -> tuple[bytes, bytes] | None:
-        """Return the note and the bytes of the latest release; None if there is none, or no note."""
-        return (self._note, self._content) if self._note else None
+    def _charges(self, but: int | None = None) -> int:
+        """Count the charges of this run, over all its rounds except one."""
+        return charges_of(self._journal.runs, self._spending.run, but=but)
 
-    def has_begun(self, spending: Spending) -> bool:
-        """Return True: no charge is to come, before which a model should be tried."""
-        return True
+    def _charges_of_others(self) -> int:
+        """Count the charges that other runs over this data set have made."""
+        return self._journal.runs.total - self._charges()
+
+    def _check_fits(self, round_: int) -> None:
+        """Raise BudgetExhausted unless the budget affords what of a round is not charged yet.
+
+        A run that has the data set to itself makes as many rounds as were found to fit before its
+        first one; where another run has charged since, the two share what is left.
+        """
+        spending, limit = self._spending, self.progress.limit
+        alone = self.progress.others == self._charges_of_others()
+        if alone or not round_ < spending.rounds:
+            fits, why = round_ < min(limit, spending.rounds), f": {limit} rounds do"
+        else:
+            written = self._journal.runs.length(Round(spending.run, round_).key)
+            fits = spending.fits(spending.events(round_)[written:], self._journal.runs.history())
+            why = " on top of what this and other runs have spent on the data set"
+        if not fits:
+            raise BudgetExhausted(
+                f"Round {round_} of run {spending.run!r} does not fit{why} "
+                f"(target_epsilon={spending.target_epsilon}, rounds={spending.rounds})."
+            )
+
+    def begin(self, round_: int, part: int) -> Progress:
+        """Begin the next part of the current round, or a new round: it is charged on return."""
+        now, run = self.progress, self._spending.run
+        if (round_, part) < (now.begun, now.parts):
+            raise MessageError(
+                f"Part {part} of round {round_} is over; this client is at part {now.parts} of round "
+                f"{now.begun} of run {run!r}. A new federation needs a new name."
+            )
+        if part != (now.parts if round_ == now.begun else 0):
+            raise MessageError(
+                f"Part {part} of round {round_} comes too early: {now.parts} are done."
+            )
+        self._check_fits(round_)
+        if round_ > now.begun:
+            seed, charged = secrets.token_hex(16), self._charges()
+            now = replace(
+                now, begun=round_, parts=0, seed=seed, dataset=self._dataset, charged=charged
+            )
+            self.write(now, self.kept, self.note)
+        # The seed is on disk, and now the charge: a process that dies between makes the same batch,
+        # and finds in the journal whatever of the round's events was written already.
+        events = self._spending.events(round_)
+        self._journal.extend({Round(run, round_).key: [(event, 1) for event in events]})
+        if now.parts == 0:
+            now = replace(now, charged=self._charges(but=round_) + len(events))
+        return now
+
+    def void(self, round_: int, reason: str) -> None:
+        """Withdraw ε of all that has left, if anything has, durably; no run goes on after it."""
+        if self.progress.parts or self._charges(but=round_):
+            key = Round(self._spending.run, round_).key
+            self._journal.append(key, len(self._spending.events(round_)), Voided(reason))
+
+    def write(self, progress: Progress, kept: Kept, note: bytes = b"") -> None:
+        """Replace the release file, durably."""
+        write_release_file(self._path, progress, kept, note)
+        self.progress, self.kept, self.note = progress, kept, note

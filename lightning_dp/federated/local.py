@@ -28,13 +28,8 @@ from lightning_dp._refusals import RefusedSetting
 from lightning_dp._training_step import call_training_step
 from lightning_dp._validate import optional, whole
 from lightning_dp.accounting.events import VoidedRunError
-from lightning_dp.boundary import (
-    BoundedSum,
-    Query,
-    Term,
-    bounded_sum,
-)
-from lightning_dp.federated.agreement import fingerprint
+from lightning_dp.boundary import BoundedSum, Query, Term, bounded_sum
+from lightning_dp.federated.client import fingerprint
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients import AbstractGradientEngine, RecordPasses, Replay
 from lightning_dp.gradients.base import UNANSWERED, Around
@@ -48,10 +43,10 @@ __all__ = ["LocalRecords"]
 Unit: TypeAlias = Literal["record", "client"]
 
 _CHUNK_SIZE = 64
-_MADE_UP = 2  # records
+_SYNTHETIC = 2  # records
 _NOT_CHARGED = (
-    "(Found on made-up records of the shapes of this client's, before anything was charged. If only "
-    "they are at fault, leave this out with LocalRecords(try_first=False).)"
+    "(Found on synthetic records of the shapes of this client's, before anything was charged. If "
+    "only they are at fault, leave this out with LocalRecords(try_first=False).)"
 )
 
 
@@ -86,7 +81,7 @@ class LocalRecords:
         chunk_size: records at a time; default the loader's batch size, else 64. Under
             engine="one_by_one" it is 1.
         device: where the module runs.
-        try_first: before the first charge, run a copy of the module once on made-up records of the
+        try_first: before the first charge, run a copy of the module once on synthetic records of the
             shapes of yours, so that a mistake in ``training_step`` costs nothing. False for a
             module that such records break.
         loss_graph_check: refuse a loss whose autograd graph mixes records by more than sums with
@@ -182,7 +177,7 @@ class LocalRecords:
             )
 
     def try_once(self) -> None:
-        """Run a copy of the module on made-up records: an error of the user's costs nothing yet.
+        """Run a copy of the module on synthetic records: an error of the user's costs nothing yet.
 
         Of the records themselves, only the shapes and dtypes of the first ones are used.
 
@@ -201,6 +196,7 @@ class LocalRecords:
             device=self._device,
             loss_graph_check=self._checks_graph,
         )
+        query = Query((Term(),), clip_norm=1.0, noise_multiplier=1.0)
         with (
             isolate_rng(),
             accelerator_kept(),
@@ -209,20 +205,17 @@ class LocalRecords:
             torch.enable_grad(),
         ):
             try:
-                samples = DryRun(self._loader.dataset[0]).samples(_MADE_UP, are_longer=False)
+                samples = DryRun(self._loader.dataset[0]).samples(_SYNTHETIC, are_longer=False)
             except ValueError:
-                return  # of such samples, nothing can be made up
-            batch = self._loader.collate_fn(samples[:1] if self._one_record else samples)
-            copied._try(passes, self._on_device(batch))
-
-    def _try(self, passes: RecordPasses, made_up: Any) -> None:
-        query = Query((Term(),), clip_norm=1.0, noise_multiplier=1.0)
-        try:
-            found = self._answer(passes, query, made_up, 1 if self._one_record else _MADE_UP, 0)
-        except Exception as error:
-            if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(_NOT_CHARGED)
-            raise
+                return  # such samples have no synthetic ones
+            samples = samples[:1] if self._one_record else samples
+            batch = copied._on_device(self._loader.collate_fn(samples))
+            try:
+                found = copied._answer(passes, query, batch, len(samples), 0)
+            except Exception as error:
+                if hasattr(error, "add_note"):  # Python 3.11
+                    error.add_note(_NOT_CHARGED)
+                raise
         if found is None:
             raise MisconfigurationError(
                 f"training_step gives no loss that depends on the trained parameters. {_NOT_CHARGED}",

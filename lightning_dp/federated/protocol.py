@@ -1,40 +1,50 @@
-"""The parts of every protocol: the machines of server and client, and what records answer."""
+"""The state machines of a federation, its messages, and the records that a client answers for."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dp._noise import NoiseSource, random_generator
-from lightning_dp._refusals import RefusedRun
+from lightning_dp._refusals import Refusal
 from lightning_dp._validate import instance
-from lightning_dp._world import World
-from lightning_dp.boundary import BoundedSum, Query, Release, State, add_noise
-from lightning_dp.sampling import AbstractSampling, Poisson
+from lightning_dp.boundary import BoundedSum, Query, State
 
 __all__ = [
+    "LOST",
+    "REFUSED",
     "AbstractClient",
     "AbstractServer",
+    "Fact",
+    "Form",
+    "Message",
+    "MessageError",
     "Records",
-    "bounded",
     "check_records",
     "check_start",
-    "draw",
-    "noise_source",
-    "noised_sum",
+    "read_reply",
 ]
 
-_POISSON = Poisson()
+Fact: TypeAlias = str | int | float | bool
+
+# Replies of every protocol: the client has lost the model, or has no budget left.
+LOST, REFUSED = "lost", "refused"
+
+_HEADER = "lightning_dp"
+_LARGEST_NUMBER = 2**63
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
 
 
 class Records(Protocol):
-    """One client's data set, as far as a protocol knows it.
+    """The data set of one client.
 
     :class:`lightning_dp.federated.local.LocalRecords` is one, made of a LightningModule and a
     data set. Records of your own may also have its ``check_point``, ``try_once``, ``has_products``
@@ -51,22 +61,6 @@ class Records(Protocol):
 
     def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
         """Return the sum of the query over these records, each clipped; sensitive until it is noised."""
-
-
-def check_records(records: object) -> None:
-    """Raise TypeError for what cannot be the records of a client."""
-    if not hasattr(records, "num_records"):
-        raise TypeError(
-            f"records={reprlib.repr(records)} must be records of a client, such as "
-            "LocalRecords(module, data_set)."
-        )
-
-
-def check_start(start: object) -> None:
-    """Raise for what cannot be the model that a server begins with."""
-    given = instance("start", start, Tensor)
-    if given.dim() != 1 or not bool(torch.isfinite(given).all()):
-        raise ValueError("start must be a vector of finite numbers.")
 
 
 class AbstractServer(ABC):
@@ -100,9 +94,9 @@ class AbstractServer(ABC):
         """The number of rounds that are over."""
 
     @property
-    @abstractmethod
     def is_done(self) -> bool:
         """True when nothing will be asked any more."""
+        return bool(self.reason)
 
     @property
     @abstractmethod
@@ -122,15 +116,15 @@ class AbstractServer(ABC):
             reply: from anybody: everything in it is checked before anything changes.
 
         Returns:
-            True if it was applied; not one that came twice or too late, nor one that says that the
-            client lost the model. An engine that hears nothing else for long gives up.
+            True if it was applied; False for a reply that came twice or too late, or from a client
+            that lost the model. An engine that hears nothing else for long gives up.
 
         Raises:
-            MessageError: if it is none; nothing has changed then.
+            MessageError: for any other bytes; nothing has changed then.
         """
 
     def forget(self, client: int) -> None:  # noqa: B027 (many send everything each time)
-        """Note that the client's process is new and knows nothing that it was sent before."""
+        """Note that the client's process is new and has none of what it was sent before."""
 
     @abstractmethod
     def state_dict(self) -> State:
@@ -150,9 +144,7 @@ class AbstractClient(ABC):
 
     @abstractmethod
     def answer(self, request: bytes) -> bytes:
-        """Return the reply to a request.
-
-        If the budget does not allow what is asked, the reply says so, and nothing is charged.
+        """Return the reply to a request; if the budget does not allow it, :data:`REFUSED`, uncharged.
 
         Raises:
             MessageError: for bytes that are no request of this protocol, or too old a one.
@@ -162,40 +154,172 @@ class AbstractClient(ABC):
     @property
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """Numbers about this client that may be seen, among them ``epsilon``, spent so far."""
+        """Public numbers about this client, among them ``epsilon``, spent so far."""
 
 
-# -- what clients do with their records --------------------------------------------------------
-
-
-def draw(
-    records: Records,
-    rate: float,
-    rng: np.random.Generator,
-    sampling: AbstractSampling = _POISSON,
-) -> list[int]:
-    """Draw the records of a batch: each with probability ``rate``, by default."""
-    return [int(record) for record in sampling.draw(records.num_records, rate, rng)]
-
-
-def noise_source(seed: int | None, *stream: int) -> NoiseSource:
-    """Return noise of the operating system; with a ``seed``, for tests, a function of seed and stream."""
-    if seed is None:
-        return NoiseSource()
-    return NoiseSource(int(random_generator(seed, 2, *stream).integers(2**62)))
-
-
-def bounded(records: Records, query: Query, drawn: list[int]) -> BoundedSum:
-    """Return the answer of the records, checked to have the bound that was asked for."""
-    total = records.bounded_sum(query, drawn)
-    if total.clip_norm != query.clip_norm:
-        raise RefusedRun(
-            f"The answer is bounded by {total.clip_norm}, the query asked for {query.clip_norm}.",
-            topic="out-of-order",
+def check_records(records: object) -> None:
+    """Raise TypeError unless these are the records of a client."""
+    if not hasattr(records, "num_records"):
+        raise TypeError(
+            f"records={reprlib.repr(records)} must be records of a client, such as "
+            "LocalRecords(module, data_set)."
         )
-    return total
 
 
-def noised_sum(records: Records, query: Query, drawn: list[int], source: NoiseSource) -> Release:
-    """Return the sum over the drawn records, with the noise of the query."""
-    return add_noise(bounded(records, query, drawn), query.noise_multiplier, source, World())
+def check_start(start: object) -> None:
+    """Raise unless this is a model that a server can begin with."""
+    given = instance("start", start, Tensor)
+    if given.dim() != 1 or not bool(torch.isfinite(given).all()):
+        raise ValueError("start must be a vector of finite numbers.")
+
+
+# -- messages ----------------------------------------------------------------------------------
+
+
+class MessageError(Refusal, ValueError):
+    """Bytes that are no message, or a message that does not keep to the protocol."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, topic="federated-messages")
+
+
+@dataclass(frozen=True)
+class Message:
+    """A kind, some facts and some vectors.
+
+    The bytes are those of safetensors: reading them runs no code of the sender's, and takes memory
+    in proportion to their length. Server and clients must have one version of this package.
+
+    Args:
+        kind: what it means to the two machines that exchange it.
+        facts: strings, whole numbers below 2**63, truth values and floating-point numbers.
+        tensors: vectors of float64, float32, bfloat16, float16 or int64; detached, on the CPU when
+            read.
+
+    Example:
+        >>> message = Message("update", {"round": 3}, {"sum": torch.tensor([1.0, 2.0])})
+        >>> again = Message.from_bytes(message.to_bytes())
+        >>> again.kind, again["round"], again.tensors["sum"]
+        ('update', 3, tensor([1., 2.]))
+    """
+
+    kind: str
+    facts: Mapping[str, Fact] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a fact. Raises MessageError if it is missing."""
+        if name not in self.facts:
+            kind, there = reprlib.repr(self.kind), reprlib.repr([*self.facts])
+            raise MessageError(f"A message {kind} has no {name!r}, only {there}.")
+        return self.facts[name]
+
+    def whole(self, name: str) -> int:
+        """Return a fact that must be a whole number >= 0. Raises MessageError if it is not."""
+        value = self[name]
+        if type(value) is not int or not value >= 0:
+            raise MessageError(f"{name}={reprlib.repr(value)} must be a whole number >= 0.")
+        return value
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a vector. Raises MessageError if it is missing."""
+        if name not in self.tensors:
+            raise MessageError(f"A message {reprlib.repr(self.kind)} has no tensor {name!r}.")
+        return self.tensors[name]
+
+    def reals(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
+        """Return a vector in a protocol's dtype, in which it and its norm are finite.
+
+        Raises:
+            MessageError: for another size, or numbers that are too large for the dtype.
+        """
+        raw = self.tensor(name)
+        if len(raw) != size:
+            raise MessageError(f"{name} has {len(raw)} numbers and is not a vector of {size}.")
+        if not raw.is_floating_point():
+            raise MessageError(f"{name} is of {raw.dtype}, not of real numbers.")
+        value = raw.to(torch.promote_types(dtype, torch.float32))
+        if not bool(torch.isfinite(value.square().sum())):
+            raise MessageError(f"{name} is not finite, or has no finite norm, as {value.dtype}.")
+        return value
+
+    def to_bytes(self) -> bytes:
+        """Return the bytes, always the same for the same message."""
+        for name, tensor in self.tensors.items():
+            _check_tensor(name, tensor)
+        content = {name: each.detach().cpu().clone() for name, each in self.tensors.items()}
+        header = json.dumps([self.kind, dict(self.facts)], sort_keys=True)
+        return bytes(_safetensors().save(content, {_HEADER: header}))
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Message:
+        """Read what :meth:`to_bytes` wrote. Raises MessageError for anything else."""
+        library = _safetensors()
+        try:
+            tensors = library.load(content)
+            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+            kind, facts = json.loads(header["__metadata__"][_HEADER])
+        except Exception as error:  # the bytes may be anybody's
+            raise MessageError(
+                f"These bytes are no message of lightning-dp ({type(error).__name__})."
+            ) from None
+        if not isinstance(kind, str) or not isinstance(facts, dict):
+            raise MessageError("A message has no kind or no facts.")
+        for value in facts.values():
+            is_large = isinstance(value, int) and not abs(value) < _LARGEST_NUMBER
+            if is_large or not isinstance(value, str | int | float):
+                raise MessageError("A fact is neither a string nor a number below 2**63.")
+        for name, tensor in tensors.items():
+            _check_tensor(name, tensor)
+        return cls(kind, facts, tensors)
+
+
+def _safetensors() -> ModuleType:
+    try:
+        return importlib.import_module("safetensors.torch")
+    except ImportError:
+        raise ImportError(
+            "Messages need safetensors: pip install 'lightning-dp[federated]', or safetensors."
+        ) from None
+
+
+def _check_tensor(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in _DTYPES or tensor.dim() != 1:
+        shape = reprlib.repr(tuple(tensor.shape))
+        raise MessageError(
+            f"{reprlib.repr(name)} is of shape {shape} and {tensor.dtype}; a message has vectors of "
+            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}."
+        )
+
+
+class Form(NamedTuple):
+    """The content of a reply of one kind: whole numbers >= 0, and one vector or none."""
+
+    numbers: tuple[str, ...]
+    vectors: tuple[str, ...] = ()
+
+
+def read_reply(client: int, num_clients: int, content: bytes, forms: Mapping[str, Form]) -> Message:
+    """Read a reply, and check its sender and its form; its place in the protocol is not checked yet.
+
+    Raises:
+        MessageError: for a sender that is none of the clients, or bytes that have no form of ``forms``.
+    """
+    if type(client) is not int or not 0 <= client < num_clients:
+        raise MessageError(
+            f"client={reprlib.repr(client)} is none of the clients 0, ..., {num_clients - 1}."
+        )
+    message = Message.from_bytes(content)
+    form = forms.get(message.kind)
+    if form is None:
+        kind = reprlib.repr(message.kind)
+        raise MessageError(f"A reply of kind {kind} belongs to another protocol.")
+    if {*message.facts} != {*form.numbers} or {*message.tensors} != {*form.vectors}:
+        facts, tensors = reprlib.repr([*message.facts]), reprlib.repr([*message.tensors])
+        raise MessageError(
+            f"A reply of kind {message.kind!r} has the numbers {[*form.numbers]} and the tensors "
+            f"{[*form.vectors]}, not {facts} and {tensors}."
+        )
+    for name in form.numbers:
+        message.whole(name)
+    return message

@@ -1,47 +1,162 @@
-"""Rounds that all clients answer: any estimator over several data holders, such as DIFF2."""
+"""Synchronous rounds: any estimator over several data holders (DIFF2), and local steps (BVR-L-SGD)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_dp._described import check_same, described
+from lightning_dp._noise import NoiseSource
 from lightning_dp._refusals import text_of
-from lightning_dp._validate import instance, normalise, one_of, optional, positive, seed, whole
+from lightning_dp._validate import (
+    between,
+    flag,
+    instance,
+    normalise,
+    not_negative,
+    one_of,
+    optional,
+    positive,
+    seed,
+    whole,
+)
 from lightning_dp._world import World
+from lightning_dp.accounting import Gaussian
+from lightning_dp.accounting.base import Relation
+from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.boundary import BoundedSum, Query, Release, State, Term, add_noise
+from lightning_dp.estimators.base import distance
 from lightning_dp.estimators.driver import Driver
-from lightning_dp.federated.bvr_l_sgd import BVRLSGD
-from lightning_dp.federated.messages import (
+from lightning_dp.federated.client import (
+    Client,
+    PlannedRelease,
+    bounded,
+    check_engine,
+    check_point,
+    check_query,
+    draw,
+    is_of_ordinary_size,
+    noise_source,
+    noised_sum,
+)
+from lightning_dp.federated.ledger import ReleaseLedger
+from lightning_dp.federated.protocol import (
     REFUSED,
+    AbstractServer,
     Form,
     Message,
     MessageError,
-    Reply,
-    check_client,
+    Records,
+    check_records,
+    check_start,
     read_reply,
 )
-from lightning_dp.federated.protocol import AbstractServer, check_start, noise_source
 from lightning_dp.noise_plan import NoisePlan
+from lightning_dp.sampling import Poisson
 
-__all__ = [
-    "ANSWER",
-    "LOCAL",
-    "QUERY",
-    "SynchronousServer",
-    "check_plan",
-    "query_from",
-    "query_message",
-]
+__all__ = ["BVRLSGD", "QueryClient", "SynchronousServer"]
 
-QUERY, ANSWER, LOCAL, WALKED = "query", "answer", "local", "walked"
+_QUERY, _ANSWER, _LOCAL, _WALKED = "query", "answer", "local", "walked"
 _PLACE = ("round", "part")
-FORMS = {ANSWER: Form(_PLACE, "sum"), WALKED: Form(_PLACE, "x"), REFUSED: Form(_PLACE)}
+_FORMS = {_ANSWER: Form(_PLACE, ("sum",)), _WALKED: Form(_PLACE, ("x",)), REFUSED: Form(_PLACE)}
+
+
+# -- local steps -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BVRLSGD:
+    r"""The local routine of DIFF2-BVR-L-SGD, in place of one step of gradient descent.
+
+    From the server's x_0 and v_1 (:class:`~lightning_dp.Diff2` over all workers):
+    x_1 = x_0 - η v_1, and then, on the records of one worker only, for k = 2, ..., K,
+
+        v_k = v_(k-1) + (Σ_i clip_C(g_i(x_(k-1)) - g_i(x_(k-2))) + noise) / b,
+        C = C3 ‖x_(k-1) - x_(k-2)‖,    x_k = x_(k-1) - η v_k.
+
+    Workers take turns: round r = 1, 2, ... is that of worker r mod P. The sum is over a fresh
+    Poisson batch of expected size b = q n_p, and every x_k is released.
+
+    A state machine without data: ``ask`` for what the worker must answer, ``tell`` it the release.
+    The state is of plain types.
+
+    Murata and Suzuki, DIFF2 (2023), Algorithm 4, with Poisson batches instead of fixed-size ones.
+
+    Args:
+        learning_rate: η > 0.
+        local_steps: K >= 1; K = 1 is gradient descent.
+        diff_norm: C3 > 0.
+        noise_multiplier: z3 >= 0: noise of standard deviation z3 C on the worker's sum.
+        sample_rate: q in (0, 1], of the worker's records.
+
+    Raises:
+        ValueError: naming the argument that is out of its range.
+
+    Example:
+        >>> routine = BVRLSGD(0.5, local_steps=2, diff_norm=1.0, noise_multiplier=3.0, sample_rate=0.1)
+        >>> state = routine.start(torch.tensor([1.0, 1.0]), torch.tensor([2.0, 0.0]))
+        >>> query = routine.ask(state)
+        >>> query.clip_norm, [term.weight for term in query.terms]
+        (1.0, [1.0, -1.0])
+        >>> state = routine.tell(state, Release(torch.tensor([0.0, 1.0]), noise_std=0.1))
+        >>> routine.ask(state) is None, state["x"]
+        (True, tensor([-1.0000,  0.5000]))
+    """
+
+    learning_rate: float
+    local_steps: int
+    diff_norm: float
+    noise_multiplier: float
+    sample_rate: float
+
+    def __post_init__(self) -> None:
+        normalise(self, positive, "learning_rate", "diff_norm")
+        normalise(self, whole, "local_steps")
+        normalise(self, not_negative, "noise_multiplier")
+        normalise(self, between("(0, 1]"), "sample_rate")
+
+    def start(self, x: Tensor, v: Tensor) -> State:
+        """Return the state after the server's estimate ``v`` at ``x`` was applied; both flat."""
+        return {"k": 1, "before": x, "x": x - self.learning_rate * v, "v": v}
+
+    def ask(self, state: State) -> Query | None:
+        """Return the query at x_(k-1) to the worker; None when the round is over.
+
+        A step that would compare a point with itself is over at once: v would not change, so
+        neither would anything after it.
+        """
+        if state["k"] >= self.local_steps:
+            return None
+        radius = self.diff_norm * distance([state["x"]], state["before"])
+        if radius == 0:
+            return None
+        terms = (Term(1.0, state["x"]), Term(-1.0, state["before"]))
+        return Query(terms, radius, self.noise_multiplier)
+
+    def tell(self, state: State, released: Release) -> State:
+        """Return the next state, from the noised sum divided by the expected batch size b."""
+        v = state["v"] + released.value
+        x = state["x"] - self.learning_rate * v
+        return {"k": state["k"] + 1, "before": state["x"], "x": x, "v": v}
+
+    @property
+    def event(self) -> AbstractEvent:
+        """The privacy event of one local step, for a record of the worker in turn."""
+        return Poisson().event(self.noise_multiplier, self.sample_rate)
+
+    @staticmethod
+    def worker_in_turn(round_number: int, workers: int) -> int:
+        """Return the worker, 0, ..., P - 1, that runs round r = 1, 2, ..."""
+        return round_number % workers
+
+
+# -- the server --------------------------------------------------------------------------------
 
 
 @dataclass
@@ -53,12 +168,12 @@ class SynchronousServer(AbstractServer):
     - ``noise="server"``: clients trust the server with their un-noised sums, and it noises the
       total once. With :class:`~lightning_dp.Diff2` and ``FullBatch()`` this is DIFF2 with P
       workers (Murata and Suzuki, 2023, Algorithm 1); or
-    - ``noise="client"``: each client noises its own sum, and the server sees nothing else. The
+    - ``noise="client"``: each client noises its sum, and the server sees nothing else. The
       total has √P times the noise.
 
     A step without an answer of every client waits. A client without budget ends the run.
 
-    With a ``local_routine``, the step's worker then goes on alone on its own records, and noises
+    With a ``local_routine``, the step's worker then goes on alone on its records, and noises
     each of its steps itself (DIFF2-BVR-L-SGD, Algorithm 4); the routine's η is used for the
     server's step too.
 
@@ -102,7 +217,7 @@ class SynchronousServer(AbstractServer):
                 f"{self.local_routine.learning_rate}: one point would move at two speeds."
             )
         check_start(self.start)
-        check_plan(self.plan, self.noise)
+        _check_plan(self.plan, self.noise)
         self._point = self.start.detach().clone()
         self._driver = Driver.begin(self.plan.estimator, [self._point])
         self._place, self._reason = (0, 0), ""  # step and part that clients are asked for
@@ -111,8 +226,6 @@ class SynchronousServer(AbstractServer):
         self._answers: dict[int, Tensor] = {}
         self._ask()
 
-    # -- what there is -----------------------------------------------------------------------
-
     @property
     def point(self) -> Tensor:
         return self._point.clone()
@@ -120,10 +233,6 @@ class SynchronousServer(AbstractServer):
     @property
     def round(self) -> int:
         return self._place[0]
-
-    @property
-    def is_done(self) -> bool:
-        return bool(self._reason)
 
     @property
     def reason(self) -> str:
@@ -140,8 +249,7 @@ class SynchronousServer(AbstractServer):
                 self._reason = f"all {self.rounds} rounds were made"
                 return
             z = self.plan.noise_multiplier(step)
-            self._query = self._driver.ask([self._point], z)
-            self._answers = {}
+            self._query, self._answers = self._driver.ask([self._point], z), {}
             if self._query is not None:
                 return
             self._tell(Release.of_nothing([self._point]))
@@ -154,14 +262,13 @@ class SynchronousServer(AbstractServer):
             return
         estimate = estimate.to(self._point.dtype)
         moved = self._point - self.learning_rate * estimate
-        if self.local_routine is not None and self.local_routine.local_steps > 1:
-            if self._is_finite(moved):
-                self._local = estimate
-            return
-        self._move_to(moved)
+        if self.local_routine is None or self.local_routine.local_steps == 1:
+            self._move_to(moved)
+        elif self._is_finite(moved):
+            self._local = estimate
 
     def _is_finite(self, point: Tensor) -> bool:
-        """Tell whether it is; a run that has diverged ends at the last model that was."""
+        """Check a model; a run that has diverged ends at the last model that was finite."""
         finite = bool(torch.isfinite(point).all())
         if not finite:
             self._reason = "the model is no longer finite: lower the learning rate"
@@ -169,9 +276,8 @@ class SynchronousServer(AbstractServer):
 
     def _move_to(self, point: Tensor) -> None:
         point = point.to(self._point.dtype)
-        if not self._is_finite(point):
-            return
-        self._point, self._local = point, None
+        if self._is_finite(point):
+            self._point, self._local = point, None
 
     def _release(self, query: Query) -> Release:
         """Return the noised sum over all clients, added up in their order."""
@@ -180,8 +286,8 @@ class SynchronousServer(AbstractServer):
             total = total + self._answers[client]
         if self.noise == "server":
             source = noise_source(self.seed, self._place[0])
-            bounded = BoundedSum.received(total, query)
-            return add_noise(bounded, query.noise_multiplier, source, World())
+            received = BoundedSum.received(total, query)
+            return add_noise(received, query.noise_multiplier, source, World())
         each = query.noise_multiplier * query.clip_norm if query.noise_multiplier else 0.0
         return Release.received(total, each * math.sqrt(self.num_clients))
 
@@ -193,12 +299,12 @@ class SynchronousServer(AbstractServer):
         step, part = self._place
         facts: dict[str, Any] = {"run": self.run, "round": step, "part": part}
         if self._local is not None:
-            return Message(LOCAL, facts, {"x": self._point, "v": self._local}).to_bytes()
+            return Message(_LOCAL, facts, {"x": self._point, "v": self._local}).to_bytes()
         assert self._query is not None
-        return query_message(self._query, self._point, {**facts, "noise": self.noise}).to_bytes()
+        return _query_message(self._query, self._point, {**facts, "noise": self.noise}).to_bytes()
 
     def _is_asked(self, client: int) -> bool:
-        """Tell whether an answer of this client is missing now."""
+        """Return True if an answer of this client is missing now."""
         if self._reason:
             return False
         if self._local is None:
@@ -207,41 +313,31 @@ class SynchronousServer(AbstractServer):
         return client == self.local_routine.worker_in_turn(self._place[0] + 1, self.num_clients)
 
     def receive(self, client: int, reply: bytes) -> bool:
-        check_client(client, self.num_clients)
-        read = read_reply(f"Client {client}", reply, FORMS)
-        place = (read.numbers["round"], read.numbers["part"])
+        message = read_reply(client, self.num_clients, reply, _FORMS)
+        place = (message["round"], message["part"])
         if self._reason or place < self._place:
             return False  # it came late
-        if place == self._place and self._is_over_for(client, read):
+        has_answered = client in self._answers or self._local is not None
+        if place == self._place and message.kind == _ANSWER and has_answered:
             return False  # it came twice
         if place != self._place or not self._is_asked(client):
             raise MessageError(f"Client {client} answers for {place}, which was not asked of it.")
-        if read.kind == REFUSED:
+        if message.kind == REFUSED:
             self._reason = f"client {client} has no budget left"
-        elif (read.kind == WALKED) != (self._local is not None):
-            raise MessageError(f"Client {client} sent {read.kind!r}, which was not asked of it.")
-        elif read.kind == WALKED:
-            self._move_to(read.vector(len(self._point), self._point.dtype))
+        elif (message.kind == _WALKED) != (self._local is not None):
+            raise MessageError(f"Client {client} sent {message.kind!r}, which was not asked of it.")
+        elif message.kind == _WALKED:
+            self._move_to(message.reals("x", len(self._point), self._point.dtype))
             self._ask()
         else:
-            self._take(client, self._query, read)
+            assert self._query is not None
+            size = self._query.size(len(self._point))
+            self._answers[client] = message.reals("sum", size, self._point.dtype)
+            if len(self._answers) == self.num_clients:
+                released, self._answers = self._release(self._query), {}
+                self._tell(released)
+                self._ask()
         return True
-
-    def _is_over_for(self, client: int, read: Reply) -> bool:
-        """Tell whether it repeats what this client was asked at this place, and has answered."""
-        return read.kind == ANSWER and (client in self._answers or self._local is not None)
-
-    def _take(self, client: int, query: Query | None, read: Reply) -> None:
-        assert query is not None
-        value = read.vector(query.size(len(self._point)), self._point.dtype)
-        self._answers[client] = value
-        if len(self._answers) == self.num_clients:
-            released = self._release(query)
-            self._answers = {}
-            self._tell(released)
-            self._ask()
-
-    # -- state -------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
         return {
@@ -272,7 +368,7 @@ class SynchronousServer(AbstractServer):
         return {**parts, "size": len(self.start)}
 
 
-def check_plan(plan: NoisePlan, noise: str) -> None:
+def _check_plan(plan: NoisePlan, noise: str) -> None:
     """Refuse plans that clients cannot hold a server to."""
     if instance("plan", plan, NoisePlan).shape.chosen != "in advance":
         raise ValueError(
@@ -286,7 +382,161 @@ def check_plan(plan: NoisePlan, noise: str) -> None:
         )
 
 
-def query_message(query: Query, here: Tensor, facts: dict[str, Any]) -> Message:
+# -- the client --------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, repr=False)
+class QueryClient(Client):
+    """Answers what a :class:`~lightning_dp.federated.synchronous.SynchronousServer` asks.
+
+    The server chooses the query; this client holds it to the plan: the noise is at least z_t, the
+    batch is its own, sampled with q_t, and step t is charged as planned, once, before its first
+    query, whatever the server asks.
+
+    Un-noised sums leave only if ``trusts_server``, and are never written to disk; the ledger then
+    books what the server promised to add.
+
+    Args:
+        records: this client's data.
+        plan: z_t, q_t and the estimator, as at the server.
+        ledger: of this data set.
+        run: the name of the federation, as at the server.
+        rounds: how many steps.
+        target_epsilon, target_delta, relation, seed: as in
+            :class:`~lightning_dp.federated.ClientPrivacy`.
+        trusts_server: the server may have this client's un-noised sums, and noises them.
+        local_routine: what this client does alone when it is its turn; with ``client``, its number,
+            and ``num_clients``.
+
+    Raises:
+        ValueError: naming the argument that is out of its range.
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = (_QUERY, _LOCAL)
+
+    records: Records
+    plan: NoisePlan
+    ledger: ReleaseLedger
+    _: KW_ONLY
+    run: str
+    rounds: int
+    target_epsilon: float
+    target_delta: float
+    relation: Relation = "add_remove"
+    trusts_server: bool = False
+    local_routine: BVRLSGD | None = None
+    client: int = 0
+    num_clients: int = 1
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        check_records(self.records)
+        normalise(self, flag, "trusts_server")
+        _check_plan(self.plan, "server" if self.trusts_server else "client")
+        normalise(self, whole, "rounds", "num_clients")
+        self.client = whole("client", self.client, 0, self.num_clients - 1)
+        normalise(self, optional(seed), "seed")
+        if self.local_routine is not None and self.records.unit != "record":
+            raise ValueError(
+                f"unit={self.records.unit!r}: the local routine is private for records."
+            )
+        check_engine(self.records, self.plan.estimator)
+        budget = (self.target_epsilon, self.target_delta, self.relation)
+        # A step has two rounds in the ledger: 2 t, where all clients are asked, and 2 t + 1, where
+        # one goes on alone. Both may be asked for again.
+        self._declare(2 * self.rounds, budget, self.seed, retain=2)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {**super().facts, "trusts_server": self.trusts_server}
+
+    def events(self, i: int) -> Sequence[AbstractEvent]:
+        step, is_alone = divmod(i, 2)
+        if is_alone:
+            routine = self._routine_of(step)
+            return [] if routine is None else [routine.event] * (routine.local_steps - 1)
+        if self.records.unit == "client":
+            return [Gaussian(self.plan.noise_multiplier(step))]
+        return [self.plan.event(step)]
+
+    def _routine_of(self, step: int) -> BVRLSGD | None:
+        """Return the local routine if it is this client's turn and has more than one step."""
+        routine = self.local_routine
+        if routine is None or routine.local_steps == 1:
+            return None
+        in_turn = routine.worker_in_turn(step + 1, self.num_clients)
+        return routine if in_turn == self.client else None
+
+    def read(self, request: Message) -> PlannedRelease:
+        step, part = request.whole("round"), request.whole("part")
+        place = {"round": step, "part": part}
+        if request.kind == _LOCAL:
+            return self._read_walk(request, step, place)
+        query, noise = _query_from(request), request["noise"]
+        if noise not in ("server", "client"):
+            raise MessageError(f"noise={noise!r} must be 'server' or 'client'.")
+        if noise == "server" and not self.trusts_server:
+            raise MessageError(
+                "The server asks for a sum without noise. If it may have that, and noises it, "
+                "set trusts_server=True."
+            )
+        queries = self.plan.estimator.traits.queries_per_step
+        if not part < queries:
+            raise MessageError(f"Part {part} of step {step}: the plan has {queries} queries.")
+        if step < self.rounds:  # else the ledger refuses it
+            check_query(self.records, self.plan, query, step, part)
+
+        def make(rng: np.random.Generator, source: NoiseSource) -> Message:
+            batch = draw(self.records, self.plan.rate(step), rng, self.plan.sampling)
+            if noise == "server":
+                value = bounded(self.records, query, batch).value
+            else:
+                value = noised_sum(self.records, query, batch, source).value
+            return Message(_ANSWER, place, {"sum": value})
+
+        return PlannedRelease(2 * step, part, place, make, keep=noise == "client")
+
+    def _read_walk(self, request: Message, step: int, place: dict[str, int]) -> PlannedRelease:
+        """Check that a routine begins in this client's turn, at a model, with a step of some length."""
+        routine = self._routine_of(step)
+        if routine is None:
+            raise MessageError(f"Step {step} is not this client's turn for a local routine.")
+        x, v = request.tensor("x"), request.tensor("v")
+        check_point(self.records, x, "x")
+        check_point(self.records, v, "v")
+        if len(v) != len(x) or v.dtype != x.dtype:
+            raise MessageError(f"x has {len(x)} numbers of {x.dtype}, and v {len(v)} of {v.dtype}.")
+        start = routine.start(x, v)
+        check_point(self.records, start["x"], "x after the server's step")
+        if routine.ask(start) is not None and _next(routine, start) is None:
+            raise MessageError("v is too short or too long for differences to be clipped.")
+
+        def make(rng: np.random.Generator, source: NoiseSource) -> Message:
+            state, rate = start, routine.sample_rate
+            while (query := _next(routine, state)) is not None:
+                batch = draw(self.records, rate, rng)
+                released = noised_sum(self.records, query, batch, source)
+                state = routine.tell(state, released.mean(rate * self.records.num_records))
+            end = state["x"] if bool(torch.isfinite(state["x"]).all()) else state["before"]
+            return Message(_WALKED, place, {"x": end.to(x.dtype)})
+
+        return PlannedRelease(2 * step + 1, 0, place, make)
+
+
+def _next(routine: BVRLSGD, state: State) -> Query | None:
+    """Return the query that the local routine asks; None where it ends."""
+    try:
+        query = routine.ask(state)
+    except RuntimeError:  # the points are no longer finite, by noised values only
+        return None
+    is_asked = query is not None and (query.noise_multiplier == 0 or is_of_ordinary_size(query))
+    return query if is_asked else None
+
+
+# -- queries as messages -----------------------------------------------------------------------
+
+
+def _query_message(query: Query, here: Tensor, facts: dict[str, Any]) -> Message:
     """Return a query as a message; ``here`` stands for the present parameters."""
     tensors: dict[str, Tensor] = {}
     weights: dict[str, float] = {}
@@ -298,35 +548,21 @@ def query_message(query: Query, here: Tensor, facts: dict[str, Any]) -> Message:
     if query.coordinates is not None:
         tensors["coordinates"] = query.coordinates
     numbers = {"clip_norm": query.clip_norm, "noise_multiplier": query.noise_multiplier}
-    return Message(QUERY, {**facts, **weights, **numbers}, tensors)
+    return Message(_QUERY, {**facts, **weights, **numbers}, tensors)
 
 
-def query_from(message: Message) -> Query:
-    """Read what :func:`query_message` wrote. Raises MessageError for numbers out of range."""
+def _query_from(message: Message) -> Query:
+    """Read a query; terms whose points are equal share one, and so a pass over the batch."""
     count = sum(name.startswith("weight") for name in message.facts)
+    terms: list[Term] = []
     try:
-        terms: Sequence[Term] = [
-            Term(
-                float(message[f"weight{number}"]),
-                message.tensor(f"point{number}"),
-                message.tensors.get(f"direction{number}"),
-            )
-            for number in range(count)
-        ]
+        for number in range(count):
+            weight, point = float(message[f"weight{number}"]), message.tensor(f"point{number}")
+            for term in terms:
+                if term.point is not None and torch.equal(term.point, point):
+                    point = term.point
+            terms.append(Term(weight, point, message.tensors.get(f"direction{number}")))
         numbers = float(message["clip_norm"]), float(message["noise_multiplier"])
-        return Query(_same_points(terms), *numbers, message.tensors.get("coordinates"))
+        return Query(tuple(terms), *numbers, message.tensors.get("coordinates"))
     except (ValueError, TypeError, OverflowError) as error:
         raise MessageError(f"This query cannot be asked: {text_of(error)}") from None
-
-
-def _same_points(terms: Sequence[Term]) -> tuple[Term, ...]:
-    """Let terms whose points are equal share one, so that they share a pass over the batch."""
-    points: list[Tensor] = []
-    shared = []
-    for term in terms:
-        assert term.point is not None
-        known = [point for point in points if torch.equal(point, term.point)]
-        if not known:
-            points.append(term.point)
-        shared.append(replace(term, point=known[0]) if known else term)
-    return tuple(shared)

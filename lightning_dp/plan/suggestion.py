@@ -1,4 +1,4 @@
-r"""Batch size and epochs: the principle of the planner, and a table to choose otherwise.
+r"""Batch size and epochs: the principle of the planner, and a table of all choices.
 
 What a run can learn depends on its steps and on the noise of the whole run. Both have a price in time
 alone: ε is fixed. For a given number of epochs, smaller batches mean more steps and more noise. So the
@@ -11,27 +11,38 @@ suggestion is the fewest epochs, doubled from 1, with which a batch size exists 
 Of these sizes, it is the smallest: the most steps. Where the time is too short for that, it is the
 largest batch with enough steps in the epochs that there are.
 
-A training that takes thousands of steps without privacy takes them with privacy too: say so by
-``least_steps``, and the suggestion has larger batches and more epochs.
+A training that takes thousands of steps without privacy takes them with privacy too: with a larger
+``least_steps`` the suggestion has larger batches and more epochs.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_dp._validate import optional, positive, whole
 from lightning_dp.accounting.base import Relation
-from lightning_dp.plan.noise import AbstractNoise
-from lightning_dp.plan.training_plan import TrainingPlan, plan_training
+from lightning_dp.plan.training_plan import (
+    TrainingPlan,
+    learning_rate,
+    plan_training,
+    rounded,
+    steps_per_epoch,
+)
 
 __all__ = [
     "ENOUGH",
     "LEAST_STEPS",
     "Suggestion",
+    "as_dict",
     "best_plan",
     "default_delta",
+    "duration",
+    "settings",
     "suggest",
+    "text",
 ]
 
 ENOUGH = 1.5  # noise over the run, in that of full batches
@@ -79,7 +90,6 @@ def suggest(
     records_per_second: float | None = None,
     seconds: float | None = None,
     least_steps: int = LEAST_STEPS,
-    noise: AbstractNoise | None = None,
 ) -> Suggestion:
     """Suggest batch size and epochs for a private training, from public numbers.
 
@@ -94,7 +104,6 @@ def suggest(
         records_per_second: gradients of records that your machine computes in a second.
         seconds: the time that there is; needs ``records_per_second``.
         least_steps: that the training must have.
-        noise: the mechanism; fresh noise at each step by default.
 
     Raises:
         ValueError: naming the argument; if the time affords no step.
@@ -115,7 +124,6 @@ def suggest(
         relation=relation,
         gradients=gradients,
         least_steps=least_steps,
-        noise=noise,
     )
     n = best.num_records
     epochs = _epochs_of_table(best.record_gradients / n, gradients / n, least_steps)
@@ -134,14 +142,14 @@ def best_plan(
     relation: Relation = "add_remove",
     gradients: float = math.inf,
     least_steps: int = LEAST_STEPS,
-    noise: AbstractNoise | None = None,
+    least_epochs: int = 1,
 ) -> TrainingPlan:
     """Return the plan that this file's principle finds; quicker than :func:`suggest`.
 
     Args:
-        num_records, target_epsilon, target_delta, relation, least_steps, noise: as for
-            :func:`suggest`.
+        num_records, target_epsilon, target_delta, relation, least_steps: as for :func:`suggest`.
         gradients: of records, that can be computed.
+        least_epochs: from which epochs are doubled.
 
     Raises:
         ValueError: naming the argument; if the gradients are not enough for one.
@@ -170,10 +178,9 @@ def best_plan(
             target_epsilon=target_epsilon,
             target_delta=delta,
             relation=relation,
-            noise=noise,
         )
 
-    for epochs in _doubled(gradients / num_records, least_steps):
+    for epochs in _doubled(gradients / num_records, least_steps, least_epochs):
         sizes = _batches(num_records, epochs, least_steps, gradients)
         best = plan(sizes[0], epochs)
         if best.excess <= ENOUGH:
@@ -196,16 +203,17 @@ def default_delta(num_records: int) -> float:
     return float(f"1e-{len(str(whole('num_records', num_records) - 1)) + 1}")
 
 
-def _doubled(most: float, least_steps: int) -> list[float]:
-    """Return 1, 2, 4, ... epochs, until full batches make enough steps; none above the most.
+def _doubled(most: float, least_steps: int, first: int = 1) -> list[float]:
+    """Return epochs, doubled from the first until full batches make enough steps.
 
-    The most itself is the last one, if it comes earlier; the only one if it is less than 1.
+    None is above the most, which is the last one if it comes earlier.
     """
-    if not most >= 1:
+    if not most >= first:
         return [most]
-    powers = (least_steps - 1).bit_length()
-    last = math.floor(min(most, 2**powers))
-    return [*(float(2**power) for power in range(powers + 1) if 2**power < last), float(last)]
+    powers = (-(-least_steps // first) - 1).bit_length()
+    last = math.floor(min(most, first * 2**powers))
+    epochs = (first * 2**power for power in range(powers + 1))
+    return [*(float(each) for each in epochs if each < last), float(last)]
 
 
 def _length(num_records: int, batch_size: int, epochs: float) -> dict[str, int]:
@@ -223,7 +231,7 @@ def _batches(num_records: int, epochs: float, least_steps: int, gradients: float
     sizes = [num_records, *reversed(_powers_below(num_records))]
 
     def fits(batch: int) -> bool:
-        per_epoch = math.ceil(num_records / batch) if epochs >= 1 else num_records / batch
+        per_epoch = steps_per_epoch(num_records, batch) if epochs >= 1 else num_records / batch
         steps = epochs * per_epoch
         return steps >= least_steps and steps * batch <= _OVER * gradients
 
@@ -248,3 +256,182 @@ def _epochs_of_table(best: float, most: float, least_steps: int) -> list[float]:
     place = min(range(len(some)), key=lambda index: abs(some[index] - best))
     first = max(0, min(place - _COLUMNS + 3, len(some) - _COLUMNS))
     return some[first : first + _COLUMNS]
+
+
+# -- in words -----------------------------------------------------------------------------------
+
+
+def settings(plan: TrainingPlan, processes: int = 1) -> str:
+    """Return a plan as the arguments to write, on one line.
+
+    Args:
+        plan: what to do.
+        processes: that share each batch.
+
+    Example:
+        >>> plan = plan_training(22_000, 1024, epochs=8, target_epsilon=3.0, target_delta=1e-5)
+        >>> settings(plan)
+        'batch_size=1024 (or batch_size × accumulate_grad_batches), max_epochs=8'
+        >>> settings(plan, processes=2)
+        'batch_size=512 on each of 2 processes (or batch_size × accumulate_grad_batches), max_epochs=8'
+    """
+    if plan.sample_rate == 1:
+        batch = "sampling=FullBatch()"
+    else:
+        each = "" if processes == 1 else f" on each of {processes} processes"
+        size = -(-plan.batch_size // processes)
+        batch = f"batch_size={size}{each} (or batch_size × accumulate_grad_batches)"
+    whole = plan.epochs.is_integer()
+    length = f"max_epochs={plan.epochs:.0f}" if whole else f"max_steps={plan.steps}"
+    return f"{batch}, {length}"
+
+
+def text(
+    found: Suggestion,
+    *,
+    num_parameters: int | None = None,
+    layer_inputs: int = 256,
+    yours: TrainingPlan | None = None,
+) -> str:
+    """Return a table, what to choose, and why.
+
+    Args:
+        found: the suggestion.
+        num_parameters: d, trained weights, for the norm of the noise vector.
+        layer_inputs: n of a typical layer, for the learning rate.
+        yours: the reader's plan, to be compared.
+    """
+    best, speed, first = found.best, found.records_per_second, found.table[0]
+    column = min(range(len(first)), key=lambda index: abs(first[index].epochs - best.epochs))
+    table = [[_size(row[0]), *(_cell(plan, best) for plan in row)] for row in found.table]
+    if speed is not None:
+        table.append(["time", *(f"{duration(plan.seconds(speed))} " for plan in first)])
+    steps = [_step(row[column], num_parameters) for row in found.table]
+    stars = ["", *("*" if row[column] == best else "" for row in found.table)]
+    norm = [] if num_parameters is None else [f"noise norm ({num_parameters:,} weights)"]
+    heads = ["batch size", "steps", "q", "z", "z/B", *norm]
+    lines = [
+        f"{best.num_records:,} records, ε = {best.target_epsilon:g} at δ = {best.target_delta:g} "
+        f"({best.relation}), independent noise",
+        "noise over the whole run, full batches = 1; in brackets the steps",
+        "",
+        *_aligned(["batch size", *(f"{_number(each.epochs)} epochs" for each in first)], table, 17),
+        "",
+        f"a step, in {_number(first[column].epochs)} epochs; noise is that of the mean gradient, in "
+        "units of C",
+        *(line + star for line, star in zip(_aligned(heads, steps, 11), stars, strict=True)),
+        "",
+        *_choice(found, layer_inputs),
+    ]
+    if yours is not None:
+        ratio = yours.noise_of_the_run / best.noise_of_the_run
+        lines += [
+            "",
+            f"yours: {settings(yours)}",
+            f"  {yours.steps:,} steps, z = {yours.noise_multiplier:.3g}, z/B = "
+            f"{yours.noise_batch_ratio:.3g}; noise {yours.excess:.2f} times that of full batches",
+            f"  {max(ratio, 1 / ratio):.2g} times {'more' if ratio >= 1 else 'less'} noise over the "
+            "run than the suggestion",
+        ]
+    return "\n".join(lines)
+
+
+def duration(seconds: float) -> str:
+    """Return a time in two digits or so: seconds, minutes, hours or days.
+
+    Example:
+        >>> duration(40), duration(700), duration(7200), duration(400_000)
+        ('40 s', '12 min', '2 h', '4.6 days')
+    """
+    for unit, size in (("s", 60), ("min", 60), ("h", 48)):
+        if seconds < size:
+            return f"{seconds:.2g} {unit}"
+        seconds /= 24 if unit == "h" else 60
+    return f"{seconds:.3g} days" if seconds >= 10 else f"{seconds:.2g} days"
+
+
+def _aligned(heads: list[str], rows: list[list[str]], width: int) -> list[str]:
+    """Return lines with columns of at least a width, the first of 14 characters."""
+    widths = [max(width, len(head) + 3) for head in heads[1:]]
+    return [
+        f"{first:>14} "
+        + "".join(f"{cell:>{size}}" for cell, size in zip(cells, widths, strict=True))
+        for first, *cells in [heads, *rows]
+    ]
+
+
+def _cell(plan: TrainingPlan, best: TrainingPlan) -> str:
+    return f"{plan.excess:.2f} ({plan.steps:,}){'*' if plan == best else ' '}"
+
+
+def _step(plan: TrainingPlan, num_parameters: int | None) -> list[str]:
+    numbers = [plan.sample_rate, plan.noise_multiplier, plan.noise_batch_ratio]
+    if num_parameters is not None:
+        numbers.append(plan.noise_length(num_parameters))
+    return [_size(plan), f"{plan.steps:,}", *(f"{each:.3g}" for each in numbers)]
+
+
+def _size(plan: TrainingPlan) -> str:
+    return "all records" if plan.sample_rate == 1 else f"{plan.batch_size:,}"
+
+
+def _number(epochs: float) -> str:
+    return f"{epochs:.0f}" if epochs.is_integer() else f"{epochs:.2g}"
+
+
+def _choice(found: Suggestion, layer_inputs: int) -> Iterator[str]:
+    """Yield what to choose, and why."""
+    best = found.best
+    yield f"* choose: {settings(best)}"
+    if found.records_per_second is not None:
+        there_is = "" if found.seconds is None else f" of {duration(found.seconds)}"
+        yield f"  time: {duration(best.seconds(found.records_per_second))}{there_is}"
+    rate = rounded(learning_rate(best, math.sqrt(2 / layer_inputs)))
+    yield (
+        f"  learning rate to begin with: {rate:g} for Adam (layers of {layer_inputs} inputs); a third "
+        "of it for pre-trained weights"
+    )
+    if found.is_short_of_time:
+        yield "why: the time is short. This is the largest batch with enough steps; its noise is that of"
+        yield f"  full batches on one record in {best.excess:.2g}. More time takes noise away."
+    else:
+        yield f"why: the fewest epochs (1, 2, 4, ...) in which a batch size has {LEAST_STEPS} steps"
+        yield f"  and at most {ENOUGH} times the noise of full batches; the smallest such batch, for the"
+        yield "  most steps. Down a column there is less noise, and there are fewer steps to learn in."
+
+
+_COLUMNS_OF_JSON = (
+    *("batch_size", "epochs", "steps", "sample_rate", "noise_multiplier"),
+    *("noise_batch_ratio", "noise_of_the_run", "excess"),
+)
+
+
+def as_dict(
+    found: Suggestion,
+    *,
+    num_parameters: int | None = None,
+    layer_inputs: int = 256,
+    yours: TrainingPlan | None = None,
+) -> dict[str, Any]:
+    """Return the content of :func:`text` as plain data, of all plans."""
+    best, speed = found.best, found.records_per_second
+
+    def plain(plan: TrainingPlan) -> dict[str, Any]:
+        seconds = None if speed is None else plan.seconds(speed)
+        return {**{name: getattr(plan, name) for name in _COLUMNS_OF_JSON}, "seconds": seconds}
+
+    names = ("num_records", "target_epsilon", "target_delta", "relation")
+    return {
+        **{name: getattr(best, name) for name in names},
+        "noise": "independent",
+        "records_per_second": speed,
+        "seconds": found.seconds,
+        "is_short_of_time": found.is_short_of_time,
+        "best": {
+            **plain(best),
+            "noise_length": None if num_parameters is None else best.noise_length(num_parameters),
+            "learning_rate_adam": rounded(learning_rate(best, math.sqrt(2 / layer_inputs))),
+        },
+        "yours": None if yours is None else plain(yours),
+        "plans": [plain(plan) for row in found.table for plan in row],
+    }

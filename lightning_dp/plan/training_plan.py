@@ -1,29 +1,56 @@
-"""One private training before it is run: from records, batch and budget to its noise."""
+r"""One private training before it is run: its noise and its learning rate, from public numbers.
+
+The learning rate follows from one principle: over the whole run, the noise moves each weight about as
+far as a typical weight of its layer. Every step adds noise to the weights, which walk at random: T steps
+take them :math:`\sqrt{T}` times as far as one, and the gradients' common direction takes them T times
+as far. The ratio of both is the same at any learning rate. Too small a rate ends near the first weights,
+with most of the budget unused; too large a rate leaves noise in the weights.
+
+The typical weight of a layer with n inputs is :math:`s = \sqrt{2/n}` (He et al., arXiv 1502.01852,
+equation 10).
+
+- Adam and its kin divide by the root mean square of what they see, which is mostly noise. A step has
+  about the norm of the learning rate η per weight, so :math:`\eta = s/\sqrt{T}`.
+- SGD walks by :math:`\eta z C/B` in a step: :math:`\eta = s B/(z C \sqrt{T})`, times 1 − momentum.
+
+It is a scale, not an optimum: a third of it and three times as much are worth a try, on public data or
+with the trials charged. For pre-trained weights, which noise can overwrite, take a third. Where a step
+has little noise, a rate that is stable without privacy is the limit.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal, get_args
 
 from lightning_dp._validate import (
+    above_0,
+    between,
     instance,
     normalise,
     not_negative,
+    one_of,
     positive,
     probability,
     whole,
 )
 from lightning_dp.accounting.base import Relation, check_relation
-from lightning_dp.plan.noise import AbstractNoise, IndependentNoise, full_batch_noise
+from lightning_dp.accounting.calibration import alike, calibrate_steps
+from lightning_dp.accounting.gdp import mu_of_budget
 
-__all__ = ["TrainingPlan", "plan_training"]
+__all__ = ["Optimizer", "TrainingPlan", "learning_rate", "plan_training", "rounded", "weight_size"]
+
+Optimizer = Literal["adam", "sgd"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
     r"""A training with DP-SGD, described by public numbers alone.
 
-    Of T steps, each releases the mean gradient of a batch of B records on average, which are drawn
+    Of T steps, each releases the mean gradient of a batch of B records on average, which are sampled
     with rate q = min(1, B / N), clipped to C, with noise of standard deviation z·C/B in every weight.
 
     Args:
@@ -32,7 +59,6 @@ class TrainingPlan:
         steps: T, all of them noised.
         noise_multiplier: z, of each step.
         target_epsilon, target_delta, relation: the budget that the steps spend.
-        noise: the mechanism; fresh noise at each step by default.
 
     Raises:
         ValueError: naming the argument.
@@ -53,7 +79,6 @@ class TrainingPlan:
     target_epsilon: float
     target_delta: float
     relation: Relation = "add_remove"
-    noise: AbstractNoise = field(default_factory=IndependentNoise)
 
     def __post_init__(self) -> None:
         normalise(self, whole, "num_records", "batch_size", "steps", of="TrainingPlan")
@@ -69,7 +94,7 @@ class TrainingPlan:
 
     @property
     def records_per_step(self) -> float:
-        """The expected batch size qN, which a private mean divides by; it is B, or N if that is less."""
+        """The expected batch size qN, which a private mean divides by (B, at most N)."""
         return self.sample_rate * self.num_records
 
     @property
@@ -88,11 +113,11 @@ class TrainingPlan:
         return self.noise_multiplier / self.records_per_step
 
     def noise_length(self, num_parameters: int, max_grad_norm: float = 1.0) -> float:
-        """Return the length of a step's noise vector, z·C·√d / B, to compare with C.
+        """Return the norm of a step's noise vector, z·C·√d / B, to compare with C.
 
-        It is the root of the mean square; for large d the length hardly varies. No mean gradient is
-        longer than C. Training works with noise that is longer than the gradient in each step,
-        because noise averages out over the steps and the gradients' common direction does not.
+        It is the root mean square; for large d the norm hardly varies. No mean gradient has a larger
+        norm than C. Training works with a noise norm above the gradient's in each step, because
+        noise averages out over the steps and the gradients' common direction does not.
 
         Args:
             num_parameters: d, trained weights.
@@ -104,13 +129,11 @@ class TrainingPlan:
 
     @property
     def noise_of_the_run(self) -> float:
-        r"""Noise in one weight of the mean of all T released gradients, in units of C.
+        r"""Noise in one weight of the mean of all T released gradients, :math:`z / (B \sqrt{T})`, in C.
 
-        :math:`z / (B \sqrt{T})` for independent noise. A direction that is in the gradients of all
-        steps is seen through this noise.
+        A direction that is in the gradients of all steps is seen through this noise.
         """
-        total = self.noise.of_the_sum(self.noise_multiplier, self.steps)
-        return total / (self.records_per_step * self.steps)
+        return self.noise_batch_ratio / math.sqrt(self.steps)
 
     @property
     def excess(self) -> float:
@@ -156,7 +179,6 @@ class TrainingPlan:
             target_epsilon=self.target_epsilon if target_epsilon is None else target_epsilon,
             target_delta=self.target_delta,
             relation=self.relation,
-            noise=self.noise,
         )
 
 
@@ -169,7 +191,6 @@ def plan_training(
     target_epsilon: float,
     target_delta: float,
     relation: Relation = "add_remove",
-    noise: AbstractNoise | None = None,
 ) -> TrainingPlan:
     """Calibrate the noise of one training: what ``DifferentialPrivacy(target_epsilon)`` would use.
 
@@ -178,7 +199,6 @@ def plan_training(
         batch_size: B of a whole step; from N on, every step takes all records.
         epochs, steps: how long, one of the two.
         target_epsilon, target_delta, relation: the budget.
-        noise: the mechanism; fresh noise at each step by default.
 
     Raises:
         ValueError: naming the argument; if both or neither of epochs and steps are given; if delta
@@ -194,8 +214,6 @@ def plan_training(
     """
     num_records = whole("num_records", num_records)
     batch_size = whole("batch_size", batch_size)
-    if noise is not None:
-        instance("noise", noise, AbstractNoise)  # type: ignore[type-abstract]
     if (epochs is None) == (steps is None):
         raise ValueError(f"epochs={epochs}, steps={steps}: give one of the two.")
     if epochs is not None:
@@ -208,14 +226,109 @@ def plan_training(
         target_epsilon=target_epsilon,
         target_delta=target_delta,
         relation=relation,
-        noise=IndependentNoise() if noise is None else noise,
     )
-    z = plan.noise.calibrated(
+    z = calibrated_noise(
         plan.sample_rate, plan.steps, plan.target_epsilon, plan.target_delta, relation
     )
     return replace(plan, noise_multiplier=z)
 
 
+@lru_cache(maxsize=1024)  # advice looks at the same plans at each checkpoint
+def calibrated_noise(
+    sample_rate: float, steps: int, epsilon: float, delta: float, relation: Relation
+) -> float:
+    """Return the noise multiplier z with which Poisson steps keep the budget."""
+    if sample_rate == 1:  # exactly, and at once
+        return full_batch_noise(epsilon, delta, relation) * math.sqrt(steps)
+    return calibrate_steps(alike(sample_rate, steps), epsilon, delta, relation)
+
+
+def full_batch_noise(epsilon: float, delta: float, relation: Relation) -> float:
+    """Return the exact noise multiplier of one release about all records: Δ/μ, Δ = 1 or 2 (replace-one).
+
+    T such releases have √T times as much each, so that their mean has the noise of one.
+
+    Example:
+        >>> round(full_batch_noise(3.0, 1e-5, "add_remove"), 3)
+        1.391
+    """
+    return (2.0 if relation == "replace_one" else 1.0) / mu_of_budget(epsilon, delta)
+
+
 def steps_per_epoch(num_records: int, batch_size: int) -> int:
     """Return the steps of one pass of a loader that keeps its last, smaller batch."""
     return math.ceil(num_records / batch_size)
+
+
+def weight_size(shapes: Iterable[Sequence[int]]) -> float:
+    r"""Return the root mean square of :math:`\sqrt{2/n}` over all weights of these shapes.
+
+    Args:
+        shapes: of the trained parameters, ``(outputs, inputs, ...)`` as in torch; n is the product of
+            all but the first. Vectors (biases, scales of norms) do not count.
+
+    Raises:
+        ValueError: if there is nothing but vectors.
+
+    Example:
+        >>> round(weight_size([(16, 8, 3, 3), (16,), (10, 200)]), 3)
+        0.128
+    """
+    weights = [tuple(shape) for shape in shapes if len(shape) > 1]
+    number = sum(math.prod(shape) for shape in weights)
+    if not number > 0:
+        raise ValueError(
+            "shapes holds no weight matrix, so there is no size to compare the noise with: give the "
+            "shapes of all trained parameters."
+        )
+    return math.sqrt(sum(2 * shape[0] for shape in weights) / number)  # 2/n, n weights per output
+
+
+def learning_rate(
+    plan: TrainingPlan,
+    size: float,
+    *,
+    optimizer: Optimizer = "adam",
+    max_grad_norm: float = 1.0,
+    momentum: float = 0.0,
+) -> float:
+    """Return the constant learning rate at which the noise moves a weight by its size.
+
+    Args:
+        plan: the training.
+        size: s, of a weight; see :func:`weight_size`.
+        optimizer: ``"adam"`` stands for all that divide by a running mean square.
+        max_grad_norm: C; Adam does not see it.
+        momentum: of SGD, in [0, 1).
+
+    Raises:
+        ValueError: if an argument is illegal, or for SGD without noise.
+
+    Example:
+        >>> from lightning_dp.plan import plan_training
+        >>> plan = plan_training(22_000, 1024, epochs=6, target_epsilon=3.0, target_delta=1e-5)
+        >>> round(learning_rate(plan, 0.095), 4), round(learning_rate(plan, 0.095, optimizer="sgd"), 1)
+        (0.0083, 7.7)
+    """
+    instance("plan", plan, TrainingPlan)
+    size = positive("size", size)
+    one_of(get_args(Optimizer))("optimizer", optimizer)
+    if optimizer == "adam":
+        return size / math.sqrt(plan.steps)
+    step = plan.noise_batch_ratio * above_0("max_grad_norm", max_grad_norm)
+    if not 0 < step < math.inf:
+        raise ValueError(
+            f"noise_multiplier={plan.noise_multiplier} makes no noise that could set a learning rate."
+        )
+    free: float = 1 - between("[0, 1)")("momentum", momentum)
+    return free * size / (step * math.sqrt(plan.steps))
+
+
+def rounded(rate: float) -> float:
+    """Return one significant digit of a learning rate: more would promise more than is known.
+
+    Example:
+        >>> rounded(0.0083), rounded(7.6)
+        (0.008, 8.0)
+    """
+    return float(f"{rate:.0e}")

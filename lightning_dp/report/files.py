@@ -1,15 +1,16 @@
-"""Documents about a ledger: report files, checkpoints and journals, read without trusting them."""
+"""Documents about a ledger: written, read without trust, compared with each other, and added up."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import reprlib
 import stat
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,12 @@ import torch
 
 from lightning_dp._files import FILE_MODE, file_of_checkpoint, replaced
 from lightning_dp._refusals import RefusedSetting, text_of
-from lightning_dp.accounting.base import Relation, check_delta, check_relation
+from lightning_dp.accounting.base import (
+    AbstractAccountant,
+    Relation,
+    check_delta,
+    check_relation,
+)
 from lightning_dp.accounting.charges import Charges, JournalError
 from lightning_dp.accounting.journal import (
     is_journal_name,
@@ -25,25 +31,32 @@ from lightning_dp.accounting.journal import (
     read_journal,
 )
 from lightning_dp.accounting.ledger import read_state
+from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.accounting.release_file import (
     check_nothing_is_missing,
+    federations_in,
     progress_of_all,
 )
-from lightning_dp.report.content import PrivacyReport
-from lightning_dp.report.pages import draft, page
+from lightning_dp.accounting.rounding import epsilon_text
+from lightning_dp.report.content import Page, PrivacyReport, Total, render
 
 __all__ = [
     "CHECKPOINT_KEY",
     "PATTERN",
+    "CheckedDocument",
     "Document",
     "NotPrivateError",
+    "check",
+    "check_journal_alone",
     "documents_in",
     "find_journal",
     "from_checkpoint",
+    "has_guarantee",
     "in_checkpoint",
     "read_charges",
     "read_document",
     "read_report",
+    "total",
     "write_report",
     "write_text",
 ]
@@ -54,36 +67,32 @@ CHECKPOINT_KEY = "lightning_dp"
 PATTERN = "privacy_report-*.json"
 """Names of report files."""
 
-# -- report files ------------------------------------------------------------------------------
-
 
 def write_report(report: PrivacyReport, folder: str | Path, *, is_over: bool = True) -> Path:
     """Write ``privacy_report-<ledger id>.json`` and ``.md`` into a folder, each replaced whole.
 
-    Runs of one ledger replace each other's file, since a later report holds what an earlier one
-    says; another ledger has other files. New files are readable by their owner alone.
+    Runs of one ledger replace each other's files: a later report holds all of an earlier one. New
+    files are readable by their owner alone.
 
     Args:
-        report: what to write.
+        report: of a run.
         folder: made if it does not exist.
-        is_over: False while the training goes on: the Markdown has no page one then, which would
-            take a second at every checkpoint.
+        is_over: False while the training goes on: the Markdown has no page one then.
 
     Returns:
         the path of the JSON file.
 
     Raises:
-        ValueError: if its ``ledger_id``, which names the file, is none.
-        OSError: if the disk does not take it. The files are then what they were before.
+        ValueError: if its ``ledger_id``, which names the file, is not one.
+        OSError: if the disk refuses it. The files are then what they were before.
     """
     if not is_ledger_id(report.ledger_id):
         raise ValueError(f"ledger_id={report.ledger_id!r} is not one of 16 hexadecimal digits.")
     path = Path(folder) / PATTERN.replace("*", report.ledger_id)
     path.parent.mkdir(parents=True, exist_ok=True)
-    told = replace(report, journal=_told(report.journal, path.parent))
-    content = json.dumps(told.to_dict(), ensure_ascii=False, allow_nan=False, indent=1)
-    layout = page(report) if is_over else draft(report)
-    write_text(path.with_suffix(".md"), layout.markdown())
+    written = replace(report, journal=_relative_path(report.journal, path.parent))
+    content = json.dumps(written.to_dict(), ensure_ascii=False, allow_nan=False, indent=1)
+    write_text(path.with_suffix(".md"), render([Page(report, is_over=is_over)], "md"))
     write_text(path, content + "\n")
     return path
 
@@ -100,18 +109,15 @@ def read_report(path: str | Path) -> PrivacyReport:
         if not isinstance(content, dict):
             raise ValueError("not a dictionary")
         report = PrivacyReport.from_dict(content)
-        return replace(report, journal=_found(report.journal, Path(path).parent))
+        return replace(report, journal=_absolute_path(report.journal, Path(path).parent))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise RefusedSetting(
             f"{path} is not a privacy report: {text_of(error)}", topic="unreadable-checkpoint"
         ) from None
 
 
-def _told(journal: str | None, folder: Path) -> str | None:
-    """Return the path of a journal from a folder; below ``~`` where they have nothing in common.
-
-    A report is shown to people: it tells no user names that it need not.
-    """
+def _relative_path(journal: str | None, folder: Path) -> str | None:
+    """Return a path from a folder, or from ``~``: a report is shown to people, without user names."""
     if journal is None or not os.path.isabs(journal):
         return journal
     start = os.path.abspath(folder)
@@ -124,8 +130,8 @@ def _told(journal: str | None, folder: Path) -> str | None:
     return journal
 
 
-def _found(journal: str | None, folder: Path) -> str | None:
-    """Return the absolute path that :func:`_told` was given, seen from the folder of the report."""
+def _absolute_path(journal: str | None, folder: Path) -> str | None:
+    """Return the absolute path of what :func:`_relative_path` made for this folder."""
     if journal is None or not is_journal_name(Path(journal).name) or "\0" in journal:
         return journal
     return os.path.normpath(os.path.abspath(folder) / Path(os.path.expanduser(journal)))
@@ -133,13 +139,9 @@ def _found(journal: str | None, folder: Path) -> str | None:
 
 def write_text(path: Path, content: str) -> None:
     """Write a file, replaced whole if it exists; a new one is readable by its owner alone."""
-    # Who may read a file that exists is for its owner to say.
     mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else FILE_MODE
     with replaced(path, mode) as file:
         file.write(content.encode())
-
-
-# -- all kinds of files ------------------------------------------------------------------------
 
 
 class NotPrivateError(ValueError):
@@ -148,19 +150,17 @@ class NotPrivateError(ValueError):
 
 @dataclass(frozen=True)
 class Document:
-    """A checkpoint, a report file or a journal, by what it says about privacy.
+    """The privacy content of a checkpoint, a report file or a journal.
 
     Args:
-        path: the file.
-        kind: of the file.
+        path, kind: of the file.
         ledger_id: of its ledger; in a federated client's journal, the id of its data set.
-        journal: where it says that the journal is; None if it has none.
-        events: the charges that it knows, by run.
-        delta, relation: of its ε; a journal knows neither, they are the reader's.
+        journal: the recorded path of the journal; None without one.
+        events: its charges, by run.
+        delta, relation: of its ε; for a journal, which records neither, those of the reader.
         seeded: whether a test seed was set at any time.
-        report: None in a journal, and in checkpoints of versions that had none in them.
-        steps_made: private steps that the checkpoint's weights went through and that were charged,
-            at least; 0 for a report.
+        report: None in a journal, and in checkpoints of versions without reports.
+        steps_made: a lower bound on the charged private steps in a checkpoint's weights.
     """
 
     path: Path
@@ -232,7 +232,7 @@ def _load(path: Path) -> dict[str, Any]:
             topic="unreadable-checkpoint",
         ) from None
     if not isinstance(content, dict) or CHECKPOINT_KEY not in content:
-        raise NotPrivateError(f"{path} is no checkpoint of a private run: it holds no ledger.")
+        raise NotPrivateError(f"{path} is not a checkpoint of a private run: it holds no ledger.")
     record: dict[str, Any] = content[CHECKPOINT_KEY]
     return record
 
@@ -261,7 +261,7 @@ def _checkpoint(path: Path, record: dict[str, Any]) -> Document:
 
 
 def _journal(document: Path, recorded: object) -> Path | None:
-    """Return where a document says that its journal is, if that can be the name of one."""
+    """Return the recorded path of a document's journal, if that can be the name of one."""
     if recorded is None:
         return None
     if isinstance(recorded, str) and "\0" not in recorded:
@@ -269,7 +269,7 @@ def _journal(document: Path, recorded: object) -> Path | None:
         if is_journal_name(path.name):
             return path
     raise RefusedSetting(
-        f"{document} names a journal that is none: {reprlib.repr(recorded)}.",
+        f"{document} names a file that is not a journal: {reprlib.repr(recorded)}.",
         topic="unreadable-checkpoint",
     )
 
@@ -291,9 +291,264 @@ def read_charges(journal: Path) -> tuple[str, Charges]:
     """Read a journal by itself: the id of its ledger or data set, and its charges.
 
     Raises:
-        JournalError: if it is missing or damaged, or a client's release files know of more.
+        JournalError: if it is missing or damaged, or a client's release files hold more.
     """
-    known = [*progress_of_all(journal)]  # first: a client that goes on charges the journal first
+    progress = [*progress_of_all(journal)]  # first: a client charges its journal first
     ledger_id, runs = read_journal(journal)
-    check_nothing_is_missing(journal, ledger_id, runs, known)
+    check_nothing_is_missing(journal, ledger_id, runs, progress)
     return ledger_id, runs
+
+
+# -- checks and sums ----------------------------------------------------------------------------
+
+_TOLERANCE = 5e-4  # relative; twice the accuracy of ε
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedDocument:
+    """A document with the result of its checks.
+
+    Args:
+        document: a checkpoint, a report or a journal.
+        epsilon: ε of its events, computed again.
+        charges: those of the document or its journal, by run.
+        journal: the file that was compared with it; None if there is none.
+        journal_steps, journal_epsilon: of all runs in the journal; None without one.
+        runs: of a journal by itself, ε of each run, or of each federation over a client's data.
+        problems: contradictions.
+        notes: what a reader needs besides.
+    """
+
+    document: Document
+    epsilon: float
+    charges: Charges
+    journal: Path | None = None
+    journal_steps: int | None = None
+    journal_epsilon: float | None = None
+    runs: dict[str, float] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def report(self) -> PrivacyReport:
+        """The document's report, without a promise if the journal withdraws it."""
+        report = self.document.report
+        assert report is not None
+        if self.charges.voided is None:
+            return report
+        return replace(report, private=False, events=self.charges)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it, for JSON."""
+        document = self.document
+        of_document = ("path", "kind", "ledger_id", "delta", "relation")
+        names = (
+            "epsilon",
+            "runs",
+            "journal",
+            "journal_steps",
+            "journal_epsilon",
+            "problems",
+            "notes",
+        )
+        return {
+            **{name: getattr(document, name) for name in of_document},
+            **{name: getattr(self, name) for name in names},
+            "steps": document.events.steps,
+            "report": None if document.report is None else document.report.to_dict(),
+        }
+
+
+def check(document: Document, journal: Path | None) -> CheckedDocument:
+    """Check a checkpoint or a report by itself, and against its journal.
+
+    Args:
+        document: to be checked.
+        journal: where its journal is now.
+    """
+    report, events, kind = document.report, document.events, document.kind
+    named = None if report is None else report.known_accountant()
+    accountant = PLDAccountant() if named is None else named
+    epsilon = _claim(document, events, accountant)
+    problems = [*_against_its_events(document, epsilon, has_its_accountant=named is not None)]
+    notes = []
+    if report is None:
+        notes.append("it holds no report: it was saved by an older version")
+    elif named is None:
+        notes.append(
+            f"its accountant {report.accountant!r} is not of this version: compared with PLD"
+        )
+    written, charges = Charges(), Charges(events)
+    steps = journal_epsilon = None
+    try:
+        if journal is not None:
+            found, written = read_journal(journal)
+            problems += _against_journal(document, journal, found, written)
+            if found == document.ledger_id:
+                steps, journal_epsilon = written.steps, _claim(document, written, accountant)
+                for run, each in written.items():
+                    with contextlib.suppress(JournalError):  # a contradiction is among the problems
+                        charges.merge({run: each})
+            else:
+                written = Charges()
+        elif events:
+            problems.append("it has charges, and names no journal")
+    except JournalError as error:
+        problems.append(
+            f"{error.text} What ran after this {kind} was written is unknown. "
+            "If the journal was moved, give its path: --journal."
+        )
+    if (voided := events.voided or written.voided) is not None:
+        problems.append(f"its run was VOIDED, and ε of all its releases is withdrawn: {voided}")
+    if (beyond := (steps or 0) - events.steps) > 0:
+        notes.append(f"the journal has {beyond} steps beyond this {kind}")
+    return CheckedDocument(
+        document=document,
+        epsilon=epsilon,
+        charges=charges,
+        journal=journal,
+        journal_steps=steps,
+        journal_epsilon=journal_epsilon,
+        problems=tuple(problems),
+        notes=tuple(notes),
+    )
+
+
+def check_journal_alone(document: Document) -> CheckedDocument:
+    """Compute ε of a journal, and of each run or federation in it."""
+    events, delta, relation = document.events, document.delta, document.relation
+    by_name = federations_in(events) or {run: Charges({run: each}) for run, each in events.items()}
+    epsilons = {
+        name: PLDAccountant().epsilon(each.history(), delta, relation)
+        for name, each in {**by_name, "": events}.items()
+    }
+    voided = f"a run was VOIDED, and ε of all releases is withdrawn: {events.voided}"
+    return CheckedDocument(
+        document=document,
+        epsilon=epsilons.pop(""),
+        charges=events,
+        runs=epsilons,
+        problems=() if events.voided is None else (voided,),
+    )
+
+
+def _against_its_events(
+    document: Document, epsilon: float, has_its_accountant: bool
+) -> Iterator[str]:
+    """Compare the statements of a document with its own events, whose ε is given."""
+    charged, report = document.events.steps, document.report
+    if charged < document.steps_made:
+        yield f"its weights went through {document.steps_made} private steps, {charged} are charged"
+    if report is None:
+        return
+    if report.steps != charged:
+        yield f"it says {report.steps} steps, its events are {charged}"
+    # PLD is tight: an unknown accountant may find more than it, but less would be a fault.
+    written, exact = report.epsilon, epsilon_text(epsilon, 6)
+    too_low = written < epsilon * (1 - _TOLERANCE)
+    if too_low or (has_its_accountant and written > epsilon * (1 + _TOLERANCE)):
+        yield f"it says ε = {epsilon_text(written, 6)}, its events give ε = {exact}"
+    of_plan = report.epsilon_of_plan
+    if of_plan is not None and of_plan < epsilon * (1 - _TOLERANCE):
+        plan = epsilon_text(of_plan, 6)
+        yield f"it says ε = {plan} for the whole plan, its events give {exact} already"
+    if report.private != (math.isfinite(epsilon) and not document.seeded):
+        yield f"it says private: {report.private}, with ε = {exact}, seed: {document.seeded}"
+    for name in ("ledger_id", "delta", "relation", "seeded"):
+        says, holds = getattr(report, name), getattr(document, name)
+        if says != holds:
+            yield f"its report says {name}={says}, its ledger and configuration {holds}"
+
+
+def _against_journal(document: Document, path: Path, found: str, written: Charges) -> Iterator[str]:
+    """Compare a document with its journal, which must hold all its charges."""
+    if found != document.ledger_id:
+        yield f"the journal {path} belongs to ledger {found}, not to {document.ledger_id}"
+        return
+    for run in document.events:
+        try:
+            is_cut = document.events.knows_more(run, written)
+        except JournalError as error:
+            yield f"{error.text} (journal {path})"
+            continue
+        if is_cut:
+            here, there = document.events.length(run), written.length(run)
+            yield (
+                f"run {run} has {here} charges here and {there} in the journal {path}: charges were "
+                "removed from it, or it is an older copy"
+            )
+
+
+def _claim(document: Document, events: Charges, accountant: AbstractAccountant) -> float:
+    """Return ε of events as the document has to state it."""
+    epsilon = accountant.epsilon(events.history(), document.delta, document.relation)
+    report = document.report
+    if report is not None and report.claims_budget and events.steps:
+        # Noise chosen at run time: the events that came out do not bound what could have.
+        budget = math.inf if report.target_epsilon is None else report.target_epsilon
+        return max(epsilon, budget)
+    return epsilon
+
+
+def total(
+    checked: Sequence[CheckedDocument],
+    journals: Sequence[tuple[str, Charges]],
+    delta: float | None,
+    relation: Relation,
+) -> Total | None:
+    r"""Compose what all ledgers were charged; each run counts once.
+
+    A ledger whose noise was chosen at run time has the ε_i of its whole budget at δ_i. It is
+    added to the others' by basic composition: :math:`\epsilon + \sum_i \epsilon_i` at
+    :math:`\delta + \sum_i \delta_i`.
+
+    Journals of federated clients are left out: each is about another client's records.
+
+    Args:
+        checked: the documents, with the charges of their journals.
+        journals: ledger id and charges of those without a document.
+        delta: δ; by default the documents' smallest one.
+        relation: for journals by themselves.
+
+    Returns:
+        None if there are fewer than two ledgers, or no δ is known.
+    """
+    ledgers: dict[str, Charges] = {}
+    budgets: dict[str, tuple[float, float]] = {}
+    for each in checked:
+        ledgers.setdefault(each.document.ledger_id, Charges()).merge(each.charges)
+        report = each.document.report
+        if report is not None and report.claims_budget:
+            budgets[report.ledger_id] = (each.epsilon, report.delta)
+    for ledger_id, runs in journals:
+        if runs and not federations_in(runs):
+            ledgers.setdefault(ledger_id, Charges()).merge(runs)
+    deltas = [each.document.delta for each in checked] if delta is None else [delta]
+    if len(ledgers) < 2 or not deltas:
+        return None
+    relations = {relation, *(each.document.relation for each in checked)}
+    under: Relation = "replace_one" if "replace_one" in relations else "add_remove"
+    seeded = {each.document.ledger_id for each in checked if each.document.seeded}
+    apart = seeded | {name for name, runs in ledgers.items() if not has_guarantee(runs)}
+    fixed = Charges()
+    for name in ledgers.keys() - budgets.keys() - apart:
+        fixed.merge(ledgers[name])  # of a run in two ledgers, the longer record
+    epsilon = PLDAccountant().epsilon(fixed.history(), min(deltas), under) + sum(
+        budget for name, (budget, _) in budgets.items() if name not in apart
+    )
+    return Total(
+        ledgers=len(ledgers),
+        steps=sum(runs.steps for runs in ledgers.values()),
+        epsilon=math.inf if apart else epsilon,
+        delta=min(deltas) + sum(its_own for _, its_own in budgets.values()),
+        relation=under,
+        seeded=tuple(sorted(seeded)),
+        apart=tuple(sorted(apart)),
+        epsilon_of_others=epsilon if apart else None,
+    )
+
+
+def has_guarantee(charges: Charges) -> bool:
+    """Return False if one of the charges promises nothing: it had no noise, or was voided."""
+    has_noise = (event.pair[0] > 0 for event, _ in charges.history() if event.is_gaussian)
+    return charges.voided is None and all(has_noise)

@@ -11,8 +11,8 @@ from platform import python_version
 from typing import Any
 
 from lightning_dp.accounting.guards import FixedGuard
-from lightning_dp.advice import facts
 from lightning_dp.estimators import AbstractEstimator
+from lightning_dp.plan.advice import facts
 from lightning_dp.report.content import PrivacyReport
 from lightning_dp.run import PrivateRun
 
@@ -35,7 +35,7 @@ _ROUND = (
 
 
 def report(run: PrivateRun) -> PrivacyReport:
-    """Write the report of a run, during or after a fit."""
+    """Return the report of a run, during or after a fit."""
     config, batches, epsilon = run.config, run.batches, float(run.epsilon)
     of_plan, latest = run.epsilon_of_plan, run.noise_multiplier
     journal = run.ledger.journal_path
@@ -76,24 +76,21 @@ def report(run: PrivateRun) -> PrivacyReport:
 
 
 def _minute(moment: datetime | None) -> str | None:
-    """Return a moment to the minute: no more is needed, and times of steps are nobody's business."""
+    """Return a moment to the minute: times of single steps stay private."""
     return None if moment is None else moment.strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _spot_checks(run: PrivateRun) -> str:
-    """Return the number of steps looked at, of those compared, and the reasons why others were not."""
+    """Return how many steps passed a comparison, and the reasons why others were not compared."""
     if not run.config.spot_checks:
         return "opted out"
     if run.config.engine == "one_by_one":
         return "not needed: each record runs alone"
-    looked = run.spot_checks
-    steps = f"{looked - sum(run.not_compared.values())} of {looked} steps looked at"
+    passed = run.spot_checks - sum(run.not_compared.values())
+    of = f"of {run.steps} steps" if run.started is None else "steps since the run was resumed"
     reasons = "; ".join(f"{reason} ({count})" for reason, count in sorted(run.not_compared.items()))
     state = "; gradients by construction" if run.isolation.startswith("by construction") else ""
-    return (
-        f"compared at {steps} since the last resume{state}"
-        f"{f'; not compared: {reasons}' if reasons else ''}"
-    )
+    return f"passed at {passed} {of}{state}{f'; not compared: {reasons}' if reasons else ''}"
 
 
 def _mechanism(run: PrivateRun) -> dict[str, str]:

@@ -29,11 +29,11 @@ from lightning_dp._waiting_losses import WaitingLosses
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
 from lightning_dp.accounting.events import VoidedRunError
-from lightning_dp.advice import Setting, optimizer_setting
 from lightning_dp.estimators import MeanGradient
 from lightning_dp.gradients import AbstractGradientEngine, CoupledLossError, UnsupportedModelError
 from lightning_dp.gradients.base import without_alone
 from lightning_dp.mechanism import Mechanism
+from lightning_dp.plan.advice import Setting, optimizer_setting
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.alone import RecordsAlone
 from lightning_dp.strategies.checks import (
@@ -295,7 +295,7 @@ class DifferentialPrivacyStrategy(Strategy):
         planned_steps = self._planned_steps(steps_before)
         folder = None if trainer.fast_dev_run else fit.folder  # type: ignore[attr-defined]
         run.start(planned_steps, self._world(), folder, steps_before)
-        run.setting = _setting_of(run, self._mechanism, fit.optimizers, planned_steps)
+        run.setting = _setting_of(run, fit.optimizers, planned_steps, self.world_size)
         if self.is_global_zero:
             fit.earlier.begin(folder)
         for callback in self._callbacks:
@@ -662,18 +662,19 @@ class DifferentialPrivacyStrategy(Strategy):
 
 
 def _setting_of(
-    run: PrivateRun, mechanism: Mechanism, optimizers: Optimizers, planned_steps: float
+    run: PrivateRun, optimizers: Optimizers, planned_steps: float, processes: int
 ) -> Setting:
     """Return the setting of a fit whose plan was declared.
 
     Args:
-        run: its batches and its budget.
-        mechanism: at the first step of this fit.
+        run: its batches, its budget, and its mechanism at the first step of this fit.
         optimizers: the private one, and if there are others.
         planned_steps: that the Trainer is going to make.
+        processes: that share each batch.
     """
-    config, batches, plan = run.config, run.batches, mechanism.plan
-    assert batches is not None
+    config, batches, mechanism = run.config, run.batches, run.mechanism
+    assert batches is not None and mechanism is not None
+    plan, is_alone = mechanism.plan, run.steps == mechanism.step and not run.ledger.runs.external
     estimator = config.resolved_estimator()
     optimizer, size, weight_size = optimizer_setting(optimizers.private)
     step = mechanism.step
@@ -693,7 +694,10 @@ def _setting_of(
         target_delta=config.target_delta,
         relation=config.relation,
         optimizer=None if optimizers.public else optimizer,
-        is_constant=plan.is_constant and type(estimator) is MeanGradient,
+        is_constant=plan.is_constant and type(estimator) is MeanGradient and is_alone,
+        steps_before=step,
+        is_calibrated=config.noise_multiplier is None,
+        processes=processes,
     )
 
 

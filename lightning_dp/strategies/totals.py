@@ -6,9 +6,11 @@ from pathlib import Path
 
 from lightning_dp._refusals import text_of
 from lightning_dp.accounting.charges import Charges, JournalError
+from lightning_dp.accounting.journal import JournalContent
 from lightning_dp.accounting.journals import Neighbours, neighbours, union
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.accounting.rounding import epsilon_text
+from lightning_dp.report.files import has_guarantee
 from lightning_dp.run import PrivateRun
 
 __all__ = ["at_end", "at_start", "with_whole_plan"]
@@ -17,16 +19,16 @@ __all__ = ["at_end", "at_start", "with_whole_plan"]
 def at_start(found: Neighbours, folder: Path | None, run: PrivateRun) -> str:
     """Return the line about other journals in the folder, before the first step."""
     lines = [f"privacy: {_many(found)} in {folder}."]
-    if found.written:
+    if counted := _counted(found, run):
         try:
-            lines.append(f"If of the same records: {with_whole_plan(union(found.written), run)}")
+            lines.append(f"If of the same records: {with_whole_plan(union(counted), run)}")
         except JournalError as error:
             lines.append(f"They cannot be added up: {text_of(error)}")
     return " ".join([*lines, *_left_out(found, folder, run)])
 
 
 def with_whole_plan(others: Charges, run: PrivateRun) -> str:
-    """Return the sentence about what others spent, together with all that this run is going to."""
+    """Return the sentence about others' charges, together with the whole plan of this run."""
     at, spent = _at(run), _not_of(run, others).history()
     try:
         epsilon = run.epsilon_beside(spent)
@@ -41,18 +43,18 @@ def with_whole_plan(others: Charges, run: PrivateRun) -> str:
 
 
 def at_end(run: PrivateRun) -> str | None:
-    """Return the line about what all journals of the folder cost, at the end of a fit; None if alone."""
+    """Return the line about the cost of all journals of the folder, after a fit; None if alone."""
     path = run.ledger.journal_path
     if path is None:
         return None
     found = neighbours(path.parent, run.ledger.id, frozenset())
     if not found.count:
         return None
-    lines = [f"privacy: with {_many(found)} in {path.parent}"]
-    if found.written:
+    lines = [f"privacy: {_many(found)} in {path.parent}."]
+    if counted := _counted(found, run):
+        lines = [f"privacy: with {_many(found)} in {path.parent}"]
         try:
-            others = _not_of(run, union(found.written))
-            lines.append(f"(if of the same records): {_total(others, run)}")
+            lines.append(f"(if of the same records): {_total(_not_of(run, union(counted)), run)}")
         except (JournalError, ValueError) as error:
             lines.append(f"the sum is unknown: {text_of(error)}")
     return " ".join([*lines, *_left_out(found, path.parent, run)])
@@ -83,9 +85,38 @@ def _many(found: Neighbours) -> str:
     return "another journal" if found.count == 1 else f"{found.count} other journals"
 
 
+def _counted(found: Neighbours, run: PrivateRun) -> list[JournalContent]:
+    """Return the journals of the sum: with noise, and not of other data."""
+    return [
+        each for each in found.written if has_guarantee(each.runs) and _may_share_records(each, run)
+    ]
+
+
+def _may_share_records(journal: JournalContent, run: PrivateRun) -> bool:
+    """Compare the user's names of the data sets, or without both names the numbers of records."""
+    if run.batches is None or not journal.data:
+        return True
+    about = run.config.about
+    own_name, own_number = None if about is None else about.data_set, run.batches.num_records
+    return any(
+        number == own_number if name is None or own_name is None else name == own_name
+        for number, name in journal.data
+    )
+
+
 def _left_out(found: Neighbours, folder: Path | None, run: PrivateRun) -> list[str]:
     """Return sentences about the journals that are not in the sum."""
     lines = []
+    others = [each for each in found.written if not _may_share_records(each, run)]
+    if others:
+        lines.append(
+            f"Not in the sum: {len(others)} of other data (another name, or number of records)."
+        )
+    without = sum(not has_guarantee(each.runs) for each in found.written if each not in others)
+    if without:
+        lines.append(
+            f"Not in the sum: {without} without noise, which must stay secret: ε would be inf."
+        )
     if found.unread:
         lines.append(
             f"{found.unread} of them are too long to be added up now; python -m "

@@ -13,17 +13,10 @@ from lightning_dp.federated import (
     ClientPrivacy,
     PolynomialSizes,
 )
-from lightning_dp.federated.bvr_l_sgd import BVRLSGD
+from lightning_dp.federated.asynchronous import ConstantSteps, InverseSteps, rounds_for
 from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
-from lightning_dp.federated.query_client import QueryClient
-from lightning_dp.federated.sequences import (
-    ConstantSteps,
-    InverseSteps,
-    PowerSizes,
-    rounds_for,
-)
-from lightning_dp.federated.spending import Spending
-from lightning_dp.federated.synchronous import SynchronousServer
+from lightning_dp.federated.ledger import ReleaseLedger, Spending
+from lightning_dp.federated.synchronous import BVRLSGD, QueryClient, SynchronousServer
 from lightning_dp.noise_plan import NoisePlan
 from tests.arguments.door import Door
 
@@ -32,6 +25,9 @@ NOISE_PLAN = NoisePlan(1.0, Constant(), Poisson(), 0.5)
 
 
 ASYNC_PLAN = AsyncPlan(2, PolynomialSizes(a=0, b=4), ConstantSteps(0.1))
+
+
+LEDGER = ReleaseLedger("/nowhere", "ten records")
 
 
 class Ten:
@@ -53,17 +49,12 @@ FEDERATED = [
         others={
             "plan": ASYNC_PLAN,
             "records": Ten(),
-            "ledger": object(),
+            "ledger": LEDGER,
             "run": "trial",
             "privacy": ClientPrivacy(1.0, 1.0, target_epsilon=3.0),
         },
     ),
     Door(PolynomialSizes, {"a": 1.0, "b": 16.0, "c": 0.5, "first": 1}, whole=("first",)),
-    Door(
-        PowerSizes,
-        {"num_records": 1000, "rate": 0.1, "offset": 1.0, "power": 0.5},
-        whole=("num_records",),
-    ),
     Door(ConstantSteps, {"eta0": 0.1}),
     Door(InverseSteps, {"eta0": 0.1, "beta": 0.01}),
     Door(rounds_for, {"gradients": 100.0}, others={"sizes": SIZES}),
@@ -125,7 +116,7 @@ FEDERATED = [
             "seed": 3,
         },
         whole=("rounds", "client", "num_clients", "seed"),
-        others={"run": "trial", "plan": NOISE_PLAN, "records": Ten(), "ledger": object()},
+        others={"run": "trial", "plan": NOISE_PLAN, "records": Ten(), "ledger": LEDGER},
     ),
     Door(
         CubicNewtonClient,
@@ -142,7 +133,7 @@ FEDERATED = [
             "plan": CubicNewtonPlan(CubicNewton(1.0, 0.0, inner_steps=1), clients=2, rounds=3),
             "client": 0,
             "records": Ten(),
-            "ledger": object(),
+            "ledger": LEDGER,
         },
     ),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.arguments.door import Door
 from tests.arguments.federated_doors import FEDERATED
 from tests.arguments.training_doors import TRAINING
 
@@ -25,25 +27,28 @@ def lookalikes(good: Any) -> Iterator[Any]:
     yield from (np.bool_(True), math.nan, b"1", {}, object())
 
 
-def cases() -> Iterator[Any]:
-    for door in DOORS:
-        for name, good in door.good.items():
-            bad = [1, 0, "yes", None, np.bool_(True)] if name in door.flags else lookalikes(good)
-            for value in bad:
-                yield pytest.param(
-                    door, name, value, id=f"{door.name}-{name}-{type(value).__name__}"
-                )
-            if name in door.whole:
-                yield pytest.param(door, name, 2.5, id=f"{door.name}-{name}-2.5")
-            if name not in door.flags:
-                yield pytest.param(door, name, True, id=f"{door.name}-{name}-True")
+def wrong(door: Door) -> Iterator[tuple[str, Any]]:
+    """Each number that a door takes, with every value that is none."""
+    for name, good in door.good.items():
+        if name in door.flags:
+            yield from ((name, value) for value in (1, 0, "yes", None, np.bool_(True)))
+        else:
+            yield from ((name, value) for value in (True, *lookalikes(good)))
+        if name in door.whole:
+            yield name, 2.5
 
 
-@pytest.mark.parametrize(("door", "name", "value"), list(cases()))
-def test_what_is_no_number_is_refused_by_its_arguments_name(door, name, value):
-    arguments = {**door.others, **door.good, name: value}
-    with pytest.raises((ValueError, TypeError), match=rf"\b{name}\b"):
-        door.call(**arguments)
+def is_refused(door: Door, name: str, value: Any) -> bool:
+    try:
+        door.call(**{**door.others, **door.good, name: value})
+    except (ValueError, TypeError) as error:
+        return re.search(rf"\b{name}\b", str(error)) is not None
+    return False
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.name)
+def test_what_is_no_number_is_refused_by_its_arguments_name(door):
+    assert [(name, each) for name, each in wrong(door) if not is_refused(door, name, each)] == []
 
 
 @pytest.mark.parametrize("door", DOORS, ids=lambda door: door.name)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from lightning_dp.callbacks import DifferentialPrivacy
+from tests.zoo import private
 
 
 @pytest.fixture
 def privacy() -> DifferentialPrivacy:
     """Little noise, so that training visibly works."""
-    return DifferentialPrivacy(
-        noise_multiplier=0.5, target_delta=1e-5, isolation_probe=False, spot_checks=False
-    )
+    return private(noise_multiplier=0.5)

@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader
 
 from lightning_dp import DifferentialPrivacy, FullBatch
 from lightning_dp.accounting import ZCDP, ApproximateDP, epsilon, sweep_history
-from lightning_dp.report.command import main
+from lightning_dp.report.__main__ import main
+from tests.zoo import private
 
 TABLE = ApproximateDP(0.5, 1e-7, relation="add_remove", what="table of ages, 2026-03")
 CENSUS = ZCDP(0.01, relation="add_remove", what="the census")
@@ -25,12 +26,7 @@ class Model(BoringModel):
 
 
 def fit(folder, releases, ckpt=None, steps=3, **arguments):
-    privacy = DifferentialPrivacy(
-        **{"target_epsilon": 3.0, "target_delta": 1e-5, **arguments},
-        isolation_probe=False,
-        spot_checks=False,
-        other_releases=releases,
-    )
+    privacy = private(**{"target_epsilon": 3.0, "other_releases": releases, **arguments})
     trainer = Trainer(
         default_root_dir=folder,
         max_steps=steps,

@@ -23,9 +23,9 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian, epsilon_text
-from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.callbacks.privacy_logger import _nodes
 from lightning_dp.schedules import StepDecay
+from tests.zoo import private
 
 DELTA = 1e-5
 EPSILON, NOISE = "privacy/epsilon", "privacy/noise_multiplier"
@@ -105,13 +105,7 @@ def test_loggers_hold_exact_values_at_the_interval_and_at_the_stop(
     logger_and_reader, classifier, mlp, loader, make_trainer
 ):
     logger, read = logger_and_reader
-    privacy = DifferentialPrivacy(
-        target_epsilon=1.0,
-        noise_multiplier=2.0,
-        target_delta=DELTA,
-        isolation_probe=False,
-        spot_checks=False,
-    )
+    privacy = private(target_epsilon=1.0, noise_multiplier=2.0)
     trainer = make_trainer(max_epochs=100, log_every_n_steps=5, logger=logger, callbacks=[privacy])
 
     trainer.fit(classifier(mlp()), loader)
@@ -131,9 +125,7 @@ def test_values_are_logged_at_the_ordinary_end_too(
     accumulate, classifier, mlp, loader, make_trainer, tmp_path
 ):
     logger = CSVLogger(tmp_path)
-    privacy = DifferentialPrivacy(
-        noise_multiplier=2.0, target_delta=DELTA, isolation_probe=False, spot_checks=False
-    )
+    privacy = private(noise_multiplier=2.0)
     trainer = make_trainer(
         max_epochs=3,
         log_every_n_steps=7,
@@ -155,13 +147,7 @@ def test_the_noise_multiplier_is_that_of_the_step_just_made(
     classifier, mlp, loader, make_trainer, tmp_path
 ):
     logger = CSVLogger(tmp_path)
-    privacy = DifferentialPrivacy(
-        noise_multiplier=2.0,
-        target_delta=DELTA,
-        noise_schedule=StepDecay(every=3, factor=0.5),
-        isolation_probe=False,
-        spot_checks=False,
-    )
+    privacy = private(noise_multiplier=2.0, noise_schedule=StepDecay(every=3, factor=0.5))
     trainer = make_trainer(max_epochs=1, log_every_n_steps=1, logger=logger, callbacks=[privacy])
 
     trainer.fit(classifier(mlp()), loader)
@@ -178,9 +164,7 @@ def test_values_stand_beside_the_users_own_metrics(classifier, mlp, loader, make
             return loss
 
     logger = CSVLogger(tmp_path)
-    privacy = DifferentialPrivacy(
-        noise_multiplier=2.0, target_delta=DELTA, isolation_probe=False, spot_checks=False
-    )
+    privacy = private(noise_multiplier=2.0)
     trainer = make_trainer(max_epochs=1, log_every_n_steps=5, logger=logger, callbacks=[privacy])
 
     trainer.fit(Logs(mlp()), loader)
@@ -192,13 +176,7 @@ def test_values_stand_beside_the_users_own_metrics(classifier, mlp, loader, make
 def test_the_progress_bar_is_never_below_the_true_epsilon(
     accumulate, classifier, mlp, loader, make_trainer, at_each_step
 ):
-    privacy = DifferentialPrivacy(
-        target_epsilon=2.0,
-        noise_multiplier=2.0,
-        target_delta=DELTA,
-        isolation_probe=False,
-        spot_checks=False,
-    )
+    privacy = private(target_epsilon=2.0, noise_multiplier=2.0)
     shown = []
     watch = at_each_step(
         lambda trainer, _: shown.append(
@@ -206,7 +184,7 @@ def test_the_progress_bar_is_never_below_the_true_epsilon(
         )
     )
     trainer = make_trainer(
-        max_epochs=6,
+        max_epochs=3,
         log_every_n_steps=5,
         accumulate_grad_batches=accumulate,
         callbacks=[privacy, watch],
@@ -214,7 +192,7 @@ def test_the_progress_bar_is_never_below_the_true_epsilon(
 
     trainer.fit(classifier(mlp()), loader)
 
-    assert len(shown) > 15
+    assert len(shown) > 8
     for step, text in shown:
         epsilon, target = map(float, text.split("/"))
         truth = true_epsilon(step, sample_rate=0.1 * accumulate)
@@ -233,9 +211,7 @@ def test_epsilon_is_zero_in_the_progress_bar_before_the_first_step(
         def on_train_epoch_start(self, trainer, pl_module):
             shown.append(trainer.progress_bar_metrics[EPSILON])
 
-    privacy = DifferentialPrivacy(
-        noise_multiplier=2.0, target_delta=DELTA, isolation_probe=False, spot_checks=False
-    )
+    privacy = private(noise_multiplier=2.0)
     make_trainer(max_epochs=2, callbacks=[privacy, Watch()]).fit(classifier(mlp()), loader)
 
     assert shown == ["0", epsilon_text(true_epsilon(10))]
@@ -245,13 +221,7 @@ def test_both_progress_bars_show_epsilon_beside_its_target(
     classifier, mlp, loader, make_trainer, capsys
 ):
     for bar in (TQDMProgressBar(), RichProgressBar(refresh_rate=1)):
-        privacy = DifferentialPrivacy(
-            target_epsilon=2.0,
-            noise_multiplier=2.0,
-            target_delta=DELTA,
-            isolation_probe=False,
-            spot_checks=False,
-        )
+        privacy = private(target_epsilon=2.0, noise_multiplier=2.0)
         trainer = make_trainer(max_epochs=1, callbacks=[privacy, bar], enable_progress_bar=True)
         capsys.readouterr()
 
@@ -263,9 +233,7 @@ def test_both_progress_bars_show_epsilon_beside_its_target(
 
 
 def test_without_noise_the_progress_bar_says_infinity(classifier, mlp, loader, make_trainer):
-    privacy = DifferentialPrivacy(
-        noise_multiplier=0.0, target_delta=DELTA, isolation_probe=False, spot_checks=False
-    )
+    privacy = private(noise_multiplier=0.0)
     trainer = make_trainer(max_epochs=1, callbacks=[privacy])
 
     trainer.fit(classifier(mlp()), loader)
@@ -283,9 +251,7 @@ def test_model_checkpoint_can_name_and_monitor_epsilon(
         filename="{epoch}-{privacy/epsilon:.6f}",
         auto_insert_metric_name=False,
     )
-    privacy = DifferentialPrivacy(
-        noise_multiplier=2.0, target_delta=DELTA, isolation_probe=False, spot_checks=False
-    )
+    privacy = private(noise_multiplier=2.0)
     trainer = make_trainer(
         max_epochs=3,
         log_every_n_steps=7,
@@ -309,9 +275,7 @@ def test_early_stopping_can_watch_epsilon(at_validation, classifier, mlp, loader
         divergence_threshold=ceiling,
         check_on_train_epoch_end=not at_validation,
     )
-    privacy = DifferentialPrivacy(
-        noise_multiplier=2.0, target_delta=DELTA, isolation_probe=False, spot_checks=False
-    )
+    privacy = private(noise_multiplier=2.0)
     trainer = make_trainer(max_epochs=10, log_every_n_steps=7, callbacks=[privacy, stopper])
 
     trainer.fit(classifier(mlp()), loader, loader)
@@ -335,9 +299,7 @@ def test_nothing_is_logged_through_the_module(classifier, mlp, loader, make_trai
             super().log_dict(dictionary, *args, **kwargs)
 
     model = Counts(mlp())
-    privacy = DifferentialPrivacy(
-        noise_multiplier=2.0, target_delta=DELTA, isolation_probe=False, spot_checks=False
-    )
+    privacy = private(noise_multiplier=2.0)
 
     make_trainer(max_epochs=1, log_every_n_steps=1, callbacks=[privacy]).fit(model, loader, loader)
 

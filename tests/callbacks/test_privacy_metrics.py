@@ -12,9 +12,8 @@ import yaml
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian
-from lightning_dp.callbacks import DifferentialPrivacy
+from tests.zoo import private
 
-OFF = {"isolation_probe": False, "spot_checks": False}
 SIZE = 6 * 8 + 8 + 8 * 3 + 3
 
 
@@ -24,7 +23,7 @@ def rows_of(logger):
 
 
 def trained(make_trainer, model, loader, loggers, *, epochs=2, **arguments):
-    privacy = DifferentialPrivacy(**{"target_delta": 1e-5, **OFF, **arguments})
+    privacy = private(**arguments)
     trainer = make_trainer(
         max_epochs=epochs, log_every_n_steps=5, logger=loggers, callbacks=[privacy]
     )
@@ -52,7 +51,7 @@ def test_metrics_are_the_public_numbers_of_the_step(
         assert found["sample_rate"] == pytest.approx(0.1)
         assert found["expected_batch_size"] == pytest.approx(24)
         assert found["clip_norm"] == pytest.approx(0.4)
-        assert found["noise_length"] == pytest.approx(1.5 * 0.4 * math.sqrt(SIZE) / 24, rel=1e-5)
+        assert found["noise_norm"] == pytest.approx(1.5 * 0.4 * math.sqrt(SIZE) / 24, rel=1e-5)
         assert found["steps_left"] == 19 - step
         assert 0 <= found["signal_ratio"] < 10
         assert "share_clipped" not in found
@@ -67,7 +66,7 @@ def test_without_advice_nothing_is_followed(classifier, mlp, loader, make_traine
     assert privacy._run.signal is None
     row = rows_of(logger)[19]
     assert "privacy/signal_ratio" not in row
-    assert float(row["privacy/noise_length"]) == pytest.approx(1.5 * math.sqrt(SIZE) / 24)
+    assert float(row["privacy/noise_norm"]) == pytest.approx(1.5 * math.sqrt(SIZE) / 24)
 
 
 @pytest.mark.parametrize("clip_norm", [1e-3, 1e3])
@@ -81,7 +80,7 @@ def test_the_released_share_is_that_of_clipped_records_and_costs_nothing_more(
         classifier(mlp(), lambda p: torch.optim.SGD(p, lr=1e-3 / clip_norm)),
         loader,
         logger,
-        epochs=20,
+        epochs=8,
         noise_multiplier=0.5,
         max_grad_norm=clip_norm,
         count_clipped=True,
@@ -89,16 +88,16 @@ def test_the_released_share_is_that_of_clipped_records_and_costs_nothing_more(
 
     whole = privacy._run.signal.whole
     share, noise = whole.share_clipped
-    assert whole.counts == 200
+    assert whole.counts == 80
     # In one release: 0.5 · √1.01 / (2 · 0.1 · 24).
-    assert noise == pytest.approx(0.5 * math.sqrt(1.01) / (0.2 * 24) / math.sqrt(200), rel=1e-6)
-    sampling = 0.5 / math.sqrt(24 * 200)  # of the number of records in a batch
+    assert noise == pytest.approx(0.5 * math.sqrt(1.01) / (0.2 * 24) / math.sqrt(80), rel=1e-6)
+    sampling = 0.5 / math.sqrt(24 * 80)  # of the number of records in a batch
     assert abs(share - (clip_norm < 1)) < 5 * math.hypot(noise, sampling)
-    assert privacy.epsilon == PLDAccountant().epsilon([(PoissonGaussian(0.5, 0.1), 200)], 1e-5)
+    assert privacy.epsilon == PLDAccountant().epsilon([(PoissonGaussian(0.5, 0.1), 80)], 1e-5)
     # The noise in the gradient is longer by the count's part of the bound.
     expected = 0.5 * clip_norm * math.sqrt(1.01 * SIZE) / 24
-    assert whole.noise_length == pytest.approx(expected, rel=1e-6)
-    assert "privacy/share_clipped" in rows_of(logger)[199]
+    assert whole.noise_norm == pytest.approx(expected, rel=1e-6)
+    assert "privacy/share_clipped" in rows_of(logger)[79]
 
 
 def test_a_resumed_run_must_count_as_it_did(classifier, mlp, loader, make_trainer, tmp_path):
@@ -106,7 +105,7 @@ def test_a_resumed_run_must_count_as_it_did(classifier, mlp, loader, make_traine
         make_trainer, classifier(mlp()), loader, False, noise_multiplier=1.5, count_clipped=True
     )
     trainer.save_checkpoint(tmp_path / "last.ckpt")
-    privacy = DifferentialPrivacy(noise_multiplier=1.5, target_delta=1e-5, **OFF)
+    privacy = private(noise_multiplier=1.5)
     with pytest.raises(ValueError, match="count_clipped"):
         make_trainer(max_epochs=3, callbacks=[privacy]).fit(
             classifier(mlp()), loader, ckpt_path=tmp_path / "last.ckpt", weights_only=False
@@ -181,9 +180,7 @@ def test_a_plan_without_an_end_has_no_infinite_hyper_parameter(
     classifier, mlp, loader, make_trainer, tmp_path
 ):
     logger = CSVLogger(tmp_path)
-    privacy = DifferentialPrivacy(
-        target_epsilon=1.0, noise_multiplier=3.0, target_delta=1e-5, **OFF
-    )
+    privacy = private(target_epsilon=1.0, noise_multiplier=3.0)
     trainer = make_trainer(max_epochs=-1, max_time={"seconds": 1}, logger=logger)
     trainer.callbacks.append(privacy)
     trainer.fit(classifier(mlp()), loader)

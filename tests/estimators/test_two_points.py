@@ -17,6 +17,7 @@ from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.functional import flatten
 from lightning_dp.sampling import FullBatch
+from tests.zoo import private
 
 
 @dataclass(frozen=True)
@@ -100,14 +101,7 @@ def test_the_second_pass_leaves_no_trace_and_sees_the_same_dropout(classifier, b
             self.log("accuracy", self.accuracy)
             return super().training_step(batch, batch_idx)
 
-    privacy = DifferentialPrivacy(
-        target_delta=1e-5,
-        noise_multiplier=1.0,
-        estimator=Difference(1.0),
-        sampling=FullBatch(),
-        isolation_probe=False,  # it runs the model, too
-        spot_checks=False,
-    )
+    privacy = private(estimator=Difference(1.0), sampling=FullBatch())
     model = Counting()
     trainer = make_trainer(max_epochs=3, callbacks=[privacy])
     trainer.fit(model, DataLoader(blobs, 240))

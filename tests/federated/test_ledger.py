@@ -1,11 +1,16 @@
-"""A client's ledger: charged before data, once per release; the same bytes for ever."""
+"""A client's ledger: charged before data, once per release; the same bytes for ever; joint budgets."""
 
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import os
+import random
 import shutil
 import signal
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +18,21 @@ import pytest
 
 from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian
 from lightning_dp.accounting.journal import JournalError
-from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.federated.messages import MessageError
-from lightning_dp.federated.spending import Spending
+from lightning_dp.federated.ledger import ReleaseLedger, Spending
+from lightning_dp.federated.protocol import MessageError
 from lightning_dp.mechanism import BudgetExhausted
+from lightning_dp.report.files import read_charges
+from tests.federated.zoo import files, history
 
 EVENTS = [PoissonGaussian(2.0, 0.1 + 0.01 * i) for i in range(10)]
 
 
-def spending(run="trial", rounds=10, target=float("inf"), events=lambda i: [EVENTS[i]], **changes):
+def spending(run="trial", rounds=10, target=math.inf, events=lambda i: [EVENTS[i]], **changes):
     return Spending(run, rounds, events, target, 1e-5, **changes)
+
+
+def of(folder: Path, name: str = "data") -> ReleaseLedger:
+    return ReleaseLedger(folder, name)
 
 
 def noise(rng: np.random.Generator) -> bytes:
@@ -30,11 +40,17 @@ def noise(rng: np.random.Generator) -> bytes:
     return rng.bytes(4) + os.urandom(8)
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".lock"}
+def dies(rng: np.random.Generator) -> bytes:
+    raise KeyboardInterrupt
 
 
-# -- killed at every point -------------------------------------------------------------------
+def epsilon(events: Sequence, relation="add_remove") -> float:
+    return PLDAccountant().epsilon([(event, 1) for event in events], 1e-5, relation)
+
+
+# -- killed at every point ---------------------------------------------------------------------
+
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
 def killed_after(calls: int, folder: Path, steps) -> tuple[bool, list[bytes]]:
@@ -57,273 +73,436 @@ def killed_after(calls: int, folder: Path, steps) -> tuple[bool, list[bytes]]:
 
         for name in ("fsync", "replace", "open"):
             setattr(os, name, mortal(getattr(os, name)))  # this process is about to end
-        make = mortal(noise)
-        ledger = ReleaseLedger(folder, "data")
-        for round_, part in steps:
-            content = ledger.release(spending(), round_, part, make)
-            if next(left) == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            os.write(writer, bytes([round_, part]) + content)
+        for plan, round_, part in steps:
+            content = of(folder).release(plan, round_, part, mortal(noise))
+            mortal(lambda: None)()
+            os.write(writer, content)
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as stream:
         sent = stream.read()
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status), [sent[i : i + 14] for i in range(0, len(sent), 14)]
+    return os.WIFSIGNALED(status), [sent[i : i + 12] for i in range(0, len(sent), 12)]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_killed_at_every_point_a_release_is_charged_once_and_sent_as_it_was(tmp_path):
-    steps = [(0, 0), (1, 0), (1, 1)]
+A, B = spending("A"), spending("B", target=3.0)
+
+
+@forks
+@pytest.mark.parametrize(
+    ("steps", "charges"),
+    [
+        ([(A, 0, 0), (A, 1, 0), (A, 1, 1)], {EVENTS[0]: 1, EVENTS[1]: 1}),
+        pytest.param(
+            [(A, 0, 0), (B, 0, 0), (A, 1, 0), (B, 1, 0)],
+            {EVENTS[0]: 2, EVENTS[1]: 2},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_killed_at_every_point_a_release_is_charged_once_and_sent_as_it_was(
+    tmp_path, steps, charges
+):
     for calls in itertools.count():
         folder = tmp_path / f"{calls}"
         was_killed, sent = killed_after(calls, folder, steps)
-        ledger = ReleaseLedger(folder, "data")
+        ledger, count = of(folder), len(sent)
         charged = dict(ledger.history())
-        assert set(charged.values()) <= {1}
-        for each in sent:  # nothing has left without charge
-            assert charged[EVENTS[each[0]]] == 1
-        if sent:  # the latest that left comes again, byte by byte
-            last = sent[-1]
-            place = (last[0], last[1])
-            found = ledger.find(spending(), *place)
-            assert found in (last[2:], None)
-            if found is None:  # only where a later release was already made
-                assert len(sent) < len(steps)
-                assert ledger.find(spending(), *steps[len(sent)]) is not None
-        before = [ledger.find(spending(), *place) for place in steps]
-        for number in range(len(sent), len(steps)):  # a new process goes on, and asks again
-            content = ledger.release(spending(), *steps[number], noise)
+        for plan, i, _ in steps[:count]:  # nothing has left without charge
+            assert charged[plan.events(i)[0]] >= 1
+        assert all(n <= charges[event] for event, n in charged.items())
+        before = [ledger.find(*step) for step in steps]
+        if sent and before[count - 1] != sent[-1]:  # only where a later release was already made
+            assert before[count - 1] is None and before[count] is not None
+        for number in range(count, len(steps)):  # a new process goes on, and asks again
+            content = of(folder).release(*steps[number], noise)
             assert before[number] in (None, content)
-            assert ledger.release(spending(), *steps[number], noise) == content
-        assert ledger.history() == [(EVENTS[i], 1) for i in range(2)]
+            assert of(folder).release(*steps[number], noise) == content
+        assert dict(ledger.history()) == charges
         if not was_killed:
             break
     assert calls > 20
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_round_that_had_not_left_is_made_again_on_the_same_batch(tmp_path):
     batches = []
 
-    def dies(rng):
+    def fails(rng):
         batches.append(rng.bytes(4))
         raise KeyboardInterrupt
 
-    ledger = ReleaseLedger(tmp_path, "data")
-    with pytest.raises(KeyboardInterrupt):
-        ledger.release(spending(), 0, 0, dies)
-    assert ledger.history() == [(EVENTS[0], 1)]
-    with pytest.raises(KeyboardInterrupt):
-        ReleaseLedger(tmp_path, "data").release(spending(), 0, 0, dies)
-    assert batches[0] == batches[1]
-    assert ledger.release(spending(), 0, 0, noise)[:4] == batches[0]
-    assert ledger.release(spending(), 1, 0, noise)[:4] != batches[0]
-    assert ledger.history() == [(EVENTS[0], 1), (EVENTS[1], 1)]
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            of(tmp_path).release(spending(), 0, 0, fails)
+        assert history(tmp_path) == [(EVENTS[0], 1)]
+    assert batches[0] == batches[1] == of(tmp_path).release(spending(), 0, 0, noise)[:4]
+    assert of(tmp_path).release(spending(), 1, 0, noise)[:4] != batches[0]
+    assert history(tmp_path) == [(EVENTS[0], 1), (EVENTS[1], 1)]
 
 
-# -- order, parts, what is kept --------------------------------------------------------------
+# -- order, parts, what is kept ----------------------------------------------------------------
 
 
-def test_it_is_charged_on_disk_when_data_is_touched(tmp_path):
+def test_it_is_charged_on_disk_and_locked_when_data_is_touched(tmp_path):
     def look(rng):
-        assert ReleaseLedger(tmp_path, "data").history() == [(EVENTS[3], 1)]
+        assert history(tmp_path) == [(EVENTS[3], 1)]
+        with pytest.raises(JournalError, match="in use"):
+            of(tmp_path).release(spending(), 4, 0, noise)
         return b"x"
 
-    ReleaseLedger(tmp_path, "data").release(spending(), 3, 0, look)
+    of(tmp_path).release(spending(), 3, 0, look)
+    (cache,) = tmp_path.glob("*.release")
+    assert cache.stat().st_mode & 0o077 == 0  # for this user only
 
 
 def test_parts_of_a_round_share_a_batch_and_a_charge(tmp_path):
-    ledger = ReleaseLedger(tmp_path, "data")
+    ledger = of(tmp_path)
     parts = [ledger.release(spending(), 0, part, noise) for part in range(3)]
-    assert len({part[:4] for part in parts}) == 1
-    assert len({part[4:] for part in parts}) == 3
+    assert len({part[:4] for part in parts}) == 1 and len({part[4:] for part in parts}) == 3
     assert ledger.history() == [(EVENTS[0], 1)]
     assert [ledger.release(spending(), 0, part, noise) for part in range(3)] == parts
-    with pytest.raises(MessageError, match="too early"):
-        ledger.release(spending(), 0, 4, noise)
-    with pytest.raises(MessageError, match="too early"):
-        ledger.release(spending(), 1, 1, noise)
+    for place in ((0, 4), (1, 1)):
+        with pytest.raises(MessageError, match="too early"):
+            ledger.release(spending(), *place, noise)
 
 
-def test_several_events_of_a_round_are_charged_together(tmp_path):
+def test_several_events_of_a_round_are_charged_together_or_not_at_all(tmp_path):
     twice = spending(events=lambda i: [Gaussian(9.0), Gaussian(9.0), EVENTS[i]] if i else [])
-    ledger = ReleaseLedger(tmp_path, "data")
-    ledger.release(twice, 0, 0, noise)
-    assert ledger.history() == []
-    ledger.release(twice, 1, 0, noise)
-    assert ledger.history() == [(Gaussian(9.0), 2), (EVENTS[1], 1)]
+    of(tmp_path).release(twice, 0, 0, noise)
+    assert history(tmp_path) == []
+    of(tmp_path).release(twice, 1, 0, noise)
+    assert history(tmp_path) == [(Gaussian(9.0), 2), (EVENTS[1], 1)]
+    pairs = [Gaussian(10.0)] * 2
+    plan = spending(events=lambda i: pairs, target=epsilon([*pairs, *pairs, pairs[0]]) * 1.0001)
+    assert rounds_made(tmp_path / "pairs", plan) == 2
 
 
-def test_what_must_not_be_on_disk_is_made_again(tmp_path):
-    ledger = ReleaseLedger(tmp_path, "data")
+def rounds_made(folder: Path, plan: Spending) -> int:
+    """Ask for rounds until the budget is spent, and twice more: nothing is charged then."""
+    made = 0
+    while made < plan.rounds:
+        before = files(folder)
+        try:
+            of(folder).release(plan, made, 0, noise)
+        except BudgetExhausted as error:
+            assert f"Round {made} of run '{plan.run}' does not fit" in str(error)
+            assert made == 0 or files(folder) == before
+            break
+        made += 1
+    assert of(folder).epsilon(1e-5) <= plan.target_epsilon
+    return made
 
+
+def test_an_unnoised_sum_is_not_on_disk_and_is_made_again(tmp_path):
     def secret(rng):
         return b"un-noised" + rng.bytes(4)
 
-    first = ledger.release(spending(), 0, 0, secret, keep=False)
-    assert ledger.release(spending(), 0, 0, secret, keep=False) == first
-    assert ledger.history() == [(EVENTS[0], 1)]
+    first = of(tmp_path).release(spending(), 0, 0, secret, keep=False)
+    assert of(tmp_path).release(spending(), 0, 0, secret, keep=False) == first
+    assert history(tmp_path) == [(EVENTS[0], 1)]
     assert not any(b"un-noised" in content for content in files(tmp_path).values())
 
 
 def test_old_rounds_are_refused_and_some_are_retained(tmp_path):
-    ledger, kept = ReleaseLedger(tmp_path, "data"), spending(retain=3)
-    sent = [ledger.release(kept, i, 0, noise) for i in range(5)]
+    ledger, kept = of(tmp_path), spending(retain=3)
+    sent = [ledger.release(kept, i, 0, noise, note=b"%d" % i) for i in range(5)]
     assert [ledger.release(kept, i, 0, noise) for i in (2, 3, 4)] == sent[2:]
+    assert ledger.find(kept, 1, 0) is None and ledger.latest(kept) == (b"4", sent[4])
     with pytest.raises(MessageError, match="round 1 is over"):
         ledger.release(kept, 1, 0, noise)
     assert ledger.release(kept, 8, 0, noise)  # rounds may be left out
     assert sum(n for _, n in ledger.history()) == 6
 
 
-# -- the budget ------------------------------------------------------------------------------
+# -- one budget, one run or several ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fitting", [0, 1, 4, 10])
 def test_the_round_that_would_exceed_the_budget_is_refused(tmp_path, fitting):
-    exact = PLDAccountant().epsilon([(e, 1) for e in EVENTS[:fitting]], 1e-5)
-    plan = spending(target=exact * 1.0001 + 1e-9)
-    ledger = ReleaseLedger(tmp_path, "data")
-    for i in range(fitting):
-        ledger.release(plan, i, 0, noise)
-    before = files(tmp_path)
-    for i in range(fitting, 10):
-        with pytest.raises(BudgetExhausted, match=f"Round {i} of run 'trial' does not fit"):
-            ledger.release(plan, i, 0, noise)
-    assert fitting == 0 or files(tmp_path) == before
-    assert ledger.epsilon(1e-5) <= plan.target_epsilon
-    assert ledger.rounds_left(plan) == 0 or fitting == 10
+    plan = spending(target=epsilon(EVENTS[:fitting]) * 1.0001 + 1e-9)
+    assert rounds_made(tmp_path, plan) == fitting
 
 
-def test_what_other_runs_spent_counts(tmp_path):
-    ledger, half = ReleaseLedger(tmp_path, "data"), [(e, 1) for e in EVENTS[:5]]
-    for i in range(5):
-        ledger.release(spending("first"), i, 0, noise)
-    spent = PLDAccountant().epsilon(half, 1e-5)
-    with pytest.raises(BudgetExhausted):
-        ledger.release(spending("second", target=spent * 1.01), 0, 0, noise)
-    both = PLDAccountant().epsilon([(EVENTS[0], 2), *half[1:]], 1e-5)
-    third = spending("third", target=both * 1.001)
-    ledger.release(third, 0, 0, noise)
-    with pytest.raises(BudgetExhausted):
-        ledger.release(third, 1, 0, noise)
-    assert ledger.epsilon(1e-5) == pytest.approx(both, rel=1e-3)
+def test_the_charges_of_other_runs_count(tmp_path):
+    assert rounds_made(tmp_path, spending("first", 5)) == 5
+    spent = epsilon(EVENTS[:5])
+    assert rounds_made(tmp_path, spending("second", target=spent * 1.01)) == 0
+    both = epsilon([EVENTS[0], *EVENTS[:5]])
+    assert rounds_made(tmp_path, spending("third", target=both * 1.001)) == 1
+    assert of(tmp_path).epsilon(1e-5) == pytest.approx(both, rel=1e-3)
+    # A plan that fits alone, but not on top of what was spent, is cut short.
+    more = [*EVENTS[:5], EVENTS[0]]
+    target = epsilon([*more, *EVENTS[5:9]]) * 1.001
+    short = spending("fourth", 5, target, events=lambda i: [EVENTS[5 + i]])
+    assert epsilon(EVENTS[5:]) < target and rounds_made(tmp_path, short) == 4
 
 
-def test_a_plan_that_fits_alone_but_not_beside_what_was_spent_is_cut_short(tmp_path):
-    ledger = ReleaseLedger(tmp_path, "data")
-    for i in range(5):
-        ledger.release(spending("first"), i, 0, noise)
-    target = PLDAccountant().epsilon([(e, 1) for e in EVENTS[:9]], 1e-5) * 1.001
-    short = spending("second", rounds=5, target=target, events=lambda i: [EVENTS[5 + i]])
-    assert PLDAccountant().epsilon([(e, 1) for e in EVENTS[5:]], 1e-5) < target
-    assert ledger.rounds_left(short) == 4
-    for i in range(4):
-        ledger.release(short, i, 0, noise)
-    with pytest.raises(BudgetExhausted):
-        ledger.release(short, 4, 0, noise)
-    assert ledger.epsilon(1e-5) <= target
+KINDS = {
+    "alike": lambda run, i: PoissonGaussian(2.0, 0.2),
+    "full batches": lambda run, i: Gaussian(4.0 + 0.3 * i + (run == "B")),
+    "growing batches": lambda run, i: PoissonGaussian(2.0, 0.05 + 0.01 * i + 0.02 * (run == "B")),
+}
 
 
-def test_several_events_of_a_round_fit_together_or_not_at_all(tmp_path):
-    pairs = spending(
-        events=lambda i: [Gaussian(10.0)] * 2,
-        target=PLDAccountant().epsilon([(Gaussian(10.0), 5)], 1e-5) * 1.0001,
-    )
-    ledger = ReleaseLedger(tmp_path, "data")
-    assert ledger.rounds_left(pairs) == 2
+def plans(kind: str, target: float, relation="add_remove") -> dict[str, Spending]:
+    def plan(run: str) -> Spending:
+        return Spending(run, 30, lambda i: [KINDS[kind](run, i)], target, 1e-5, relation)
+
+    return {run: plan(run) for run in "ABC"}
 
 
-# -- identity, damage ------------------------------------------------------------------------
+def together(folder: Path, runs: dict[str, Spending], order: Iterator[str]) -> dict[str, int]:
+    """Runs ask in an order until each was refused three times; how many rounds each made."""
+    done, refusals = dict.fromkeys(runs, 0), dict.fromkeys(runs, 0)
+    sent = {}
+    for run in order:
+        if refusals[run] == 3:
+            continue
+        ledger, i, before = of(folder), done[run], files(folder)
+        try:
+            sent[run, i] = ledger.release(runs[run], i, 0, noise)
+        except BudgetExhausted as error:
+            assert f"Round {i} of run '{run}' does not fit" in str(error)
+            refusals[run] += 1
+            assert i == 0 or files(folder) == before
+        else:
+            done[run] += 1
+        if done[run]:  # asked again, refused or not, the same bytes
+            latest = done[run] - 1
+            assert ledger.release(runs[run], latest, 0, noise) == sent[run, latest]
+        if all(count == 3 for count in refusals.values()):
+            return done
+    raise AssertionError("they never ended")
+
+
+@pytest.mark.parametrize(
+    ("kind", "relation"),
+    [*((kind, "add_remove") for kind in KINDS), ("full batches", "replace_one")],
+)
+def test_two_runs_take_turns_until_the_joint_budget_is_spent(tmp_path, kind, relation):
+    target = 2.0 if relation == "add_remove" else 4.0
+    runs = plans(kind, target, relation)
+    done = together(tmp_path, {run: runs[run] for run in "AB"}, itertools.cycle("AB"))
+    assert abs(done["A"] - done["B"]) <= 2 and done["A"] >= 2
+    assert 0.8 * target < of(tmp_path).epsilon(1e-5, relation) <= target
+    if kind != "growing batches":  # not one more would have fitted
+        for run in "AB":
+            more = [*history(tmp_path), (KINDS[kind](run, done[run]), 1)]
+            assert PLDAccountant().epsilon(more, 1e-5, relation) > target
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_runs_that_ask_in_any_order_never_exceed_the_budget(tmp_path, seed):
+    rng = random.Random(seed)
+    target = rng.uniform(0.8, 2.0)
+    runs = plans(rng.choice([*KINDS]), target)
+    order = iter(lambda: rng.choice("AAB" if rng.random() < 0.5 else "ABC"), None)
+    together(tmp_path, runs, order)
+    assert 0.75 * target < of(tmp_path).epsilon(1e-5) <= target
+
+
+def test_each_run_keeps_to_its_own_budget_of_what_both_spent(tmp_path):
+    small, large = plans("alike", 1.0)["A"], plans("alike", 1.6)["B"]
+    done = together(tmp_path, {"A": small, "B": large}, itertools.cycle("AB"))
+    event = KINDS["alike"]("A", 0)
+    most = {e: max(n for n in range(60) if epsilon([event] * n) <= e) for e in (1.0, 1.6)}
+    assert done["A"] == math.ceil(most[1.0] / 2) and sum(done.values()) == most[1.6]
+
+
+# -- identity ----------------------------------------------------------------------------------
 
 
 def test_two_data_sets_never_share_a_ledger(tmp_path):
     names = ["a", "A", "a/b", "a%2Fb", "a b", "../a", "ä", "a" * 300, "a" * 299 + "b"]
     for number, name in enumerate(names):
-        ledger = ReleaseLedger(tmp_path, name)
         for i in range(number + 1):
-            ledger.release(spending(), i, 0, noise)
+            of(tmp_path, name).release(spending(), i, 0, noise)
     for number, name in enumerate(names):
-        history = ReleaseLedger(tmp_path, name).history()
-        assert history == [(e, 1) for e in EVENTS[: number + 1]]
+        assert history(tmp_path, name) == [(e, 1) for e in EVENTS[: number + 1]]
     folded = [p.name.lower() for p in tmp_path.iterdir()]
     assert len(set(folded)) == len(folded) and all(p.parent == tmp_path for p in tmp_path.iterdir())
 
 
-def test_a_renamed_journal_is_not_another_data_sets(tmp_path):
-    mine, yours = ReleaseLedger(tmp_path, "mine"), ReleaseLedger(tmp_path, "yours")
-    mine.release(spending(), 0, 0, noise)
-    shutil.copy(mine.journal_path, yours.journal_path)
-    with pytest.raises(JournalError, match="mine"):
-        yours.history()
-    with pytest.raises(JournalError, match="mine"):
-        yours.release(spending(), 0, 0, noise)
+def test_another_plan_under_the_same_name_is_refused(tmp_path):
+    of(tmp_path).release(spending(), 0, 0, noise)
+    for other in (spending(rounds=9), spending(target=3.0), spending(events=lambda i: [EVENTS[0]])):
+        with pytest.raises(ValueError, match="run='trial' was begun with another plan"):
+            of(tmp_path).release(other, 1, 0, noise)
 
 
-def test_a_lost_or_old_or_damaged_cache_is_no_second_noise_draw(tmp_path):
-    ledger = ReleaseLedger(tmp_path, "data")
-    ledger.release(spending(), 0, 0, noise)
-    (cache,) = tmp_path.glob("*.release")
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda path: of(path, ""), "dataset_id=''"),
+        (lambda path: of(path, "a" * 1001), "dataset_id='aaa.*1 to 1000 letters"),
+        (lambda path: of(path, 7), "dataset_id='7'"),
+        (lambda path: of("s3://bucket", "a"), "directory='s3"),
+        (lambda path: spending(""), "run=''"),
+        (lambda path: spending("\udcff"), "run="),
+        (lambda path: spending(target=math.nan), "target_epsilon=nan"),
+        (lambda path: spending(relation="near"), "relation must be"),
+        (lambda path: spending(retain=0), "retain=0"),
+    ],
+)
+def test_bad_arguments_are_refused(tmp_path, make, match):
+    with pytest.raises(ValueError, match=match):
+        make(tmp_path)
+
+
+# -- files of different moments ----------------------------------------------------------------
+
+
+def pairs(run="A") -> Spending:
+    return spending(run, 6, events=lambda i: [Gaussian(5.0 + i)] * 2)
+
+
+def journal_of(folder: Path) -> Path:
+    return of(folder).journal_path
+
+
+def release_of(folder: Path, run: str = "A") -> Path:
+    (path,) = folder.glob(f"*.{run}-*.release")
+    return path
+
+
+def refused(folder: Path, run: str = "A", round_: int = 5) -> str:
+    """Every way to the ledger of a run is refused, and changes nothing; the message."""
+    before, messages, ledger, plan = files(folder), set(), of(folder), pairs(run)
+    for ask in (
+        lambda: ledger.release(plan, round_, 0, noise),
+        lambda: ledger.find(plan, round_, 0),
+        lambda: ledger.latest(plan),
+        lambda: ledger.has_begun(plan),
+    ):
+        with pytest.raises(JournalError) as caught:
+            ask()
+        messages.add(str(caught.value))
+    assert files(folder) == before
+    (message,) = messages
+    return message
+
+
+@pytest.fixture
+def states(tmp_path) -> list[Path]:
+    """The folder after 0, 1, ..., 4 rounds of run A."""
+    live, copies = tmp_path / "live", []
+    for i in range(5):
+        if i:
+            of(live).release(pairs(), i - 1, 0, noise)
+        else:
+            assert not of(live).has_begun(pairs())
+        copies.append(shutil.copytree(live, tmp_path / f"after {i}"))
+    return copies
+
+
+def test_a_journal_and_a_release_file_of_different_moments_are_refused(states, tmp_path):
+    for journal, release in itertools.permutations(range(5), 2):
+        mixed = shutil.copytree(states[release], tmp_path / f"mixed {journal} {release}")
+        shutil.copy(journal_of(states[journal]), journal_of(mixed))
+        message = refused(mixed)
+        assert str(journal_of(mixed)) in message and str(release_of(mixed)) in message
+        assert "Put the right" in message
+        if journal < release:  # ε would fall
+            for ask in (
+                lambda m=mixed: of(m).epsilon(1e-5),
+                lambda m=mixed: read_charges(journal_of(m)),
+            ):
+                with pytest.raises(JournalError, match="journal was lost, cut, or replaced"):
+                    ask()
+    shutil.copy(journal_of(states[release]), journal_of(mixed))  # the cure
+    assert of(mixed).release(pairs(), 5, 0, noise)
+
+
+def test_a_lost_journal_is_not_begun_again(states):
+    folder = states[3]
+    spent, journal = of(folder).epsilon(1e-5), journal_of(folder)
+    kept = journal.read_bytes()
+    journal.unlink()
+    assert "journal was lost" in refused(folder) and not journal.exists()
+    with pytest.raises(JournalError, match="journal was lost"):
+        of(folder).epsilon(1e-5)
+    journal.write_bytes(kept)
+    assert of(folder).epsilon(1e-5) == spent
+
+
+def test_a_journal_that_lacks_another_runs_charges_is_refused(tmp_path):
+    """The run that asks is whole; what the other one spent is forgotten."""
+    for i in range(2):
+        of(tmp_path).release(pairs("A"), i, 0, noise)
+    old = journal_of(tmp_path).read_bytes()
+    of(tmp_path).release(pairs("B"), 0, 0, noise)
+    journal_of(tmp_path).write_bytes(old)
+    message = refused(tmp_path, "A")
+    assert str(release_of(tmp_path, "B")) in message and "run 'B'" in message
+    refused(tmp_path, "B")
+    refused(tmp_path, "C", 0)
+    with pytest.raises(JournalError, match="run 'B'"):
+        history(tmp_path)
+
+
+def test_a_release_file_that_is_lost_old_damaged_or_anothers_is_no_second_noise(tmp_path):
+    ledger, other = of(tmp_path), of(tmp_path, "other")
+    ledger.release(pairs(), 0, 0, noise)
+    cache = release_of(tmp_path)
     old = cache.read_bytes()
-    ledger.release(spending(), 1, 0, noise)
+    ledger.release(pairs(), 1, 0, noise)
     new = cache.read_bytes()
+    ledger.release(pairs("B"), 0, 0, noise)
+    another_run = release_of(tmp_path, "B").read_bytes()
+    other.release(pairs(), 0, 0, noise)
+    (theirs,) = tmp_path.glob("other*.release")
     for content, match in (
         (None, "is missing"),
         (old, "an old copy"),
+        (another_run, "Put the right one back|another run"),
+        (theirs.read_bytes(), "data set 'other'"),
         (new[:-1], "its checksum is wrong"),
         (new.replace(b'"parts": 1', b'"parts": 0'), "its checksum is wrong"),
         (b"", "its checksum is wrong"),
     ):
         cache.unlink() if content is None else cache.write_bytes(content)
         with pytest.raises(JournalError, match=match):
-            ledger.release(spending(), 1, 0, noise)
+            ledger.release(pairs(), 1, 0, noise)
     cache.write_bytes(new)
-    assert ledger.release(spending(), 1, 0, noise) in new
+    assert ledger.release(pairs(), 1, 0, noise) in new
+    cache.unlink()  # the file of a run that is over may go
+    assert ledger.release(pairs("B"), 1, 0, noise)
+    shutil.copy(ledger.journal_path, other.journal_path)
+    with pytest.raises(JournalError, match="data"):
+        other.history()
 
 
-def test_another_process_is_kept_out(tmp_path):
-    def second(rng):
-        with pytest.raises(JournalError, match="in use"):
-            ReleaseLedger(tmp_path, "data").release(spending(), 1, 0, noise)
-        return b"x"
-
-    ReleaseLedger(tmp_path, "data").release(spending(), 0, 0, second)
-    assert sum(n for _, n in ReleaseLedger(tmp_path, "data").history()) == 1
-
-
-def test_another_plan_under_the_same_name_is_refused(tmp_path):
-    ledger = ReleaseLedger(tmp_path, "data")
-    ledger.release(spending(), 0, 0, noise)
-    for other in (spending(rounds=9), spending(target=3.0), spending(events=lambda i: [EVENTS[0]])):
-        with pytest.raises(ValueError, match="run='trial' was begun with another plan"):
-            ledger.release(other, 1, 0, noise)
+def test_a_charge_that_did_not_leave_is_all_that_a_journal_may_be_ahead(tmp_path):
+    of(tmp_path).release(pairs(), 0, 0, noise)
+    with pytest.raises(KeyboardInterrupt):
+        of(tmp_path).release(pairs(), 1, 0, dies)
+    crashed = release_of(tmp_path).read_bytes()
+    assert sum(n for _, n in history(tmp_path)) == 4
+    left = of(tmp_path).release(pairs(), 1, 0, noise)
+    assert of(tmp_path).release(pairs(), 1, 0, noise) == left
+    of(tmp_path).release(pairs(), 2, 0, noise)
+    release_of(tmp_path).write_bytes(crashed)  # two rounds behind
+    assert "old copy" in refused(tmp_path)
 
 
-def test_files_are_for_this_user_only(tmp_path):
-    ReleaseLedger(tmp_path, "data").release(spending(), 0, 0, noise)
-    (cache,) = tmp_path.glob("*.release")
-    assert cache.stat().st_mode & 0o077 == 0
+def test_fields_of_a_release_file_that_are_absent_have_defaults_and_unknown_ones_are_named(
+    tmp_path,
+):
+    def rewrite(change: Callable[[dict], object]) -> None:
+        path = release_of(tmp_path)
+        line, _, rest = path.read_bytes().partition(b"\n")
+        header = json.loads(line.rpartition(b" ")[0])
+        change(header[1])
+        text = json.dumps(header).encode()
+        path.write_bytes(text + f" {zlib.crc32(text):08x}\n".encode() + rest)
 
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda path: ReleaseLedger(path, ""), "dataset_id=''"),
-        (lambda path: ReleaseLedger(path, "a" * 1001), "dataset_id='aaa.*1 to 1000 letters"),
-        (lambda path: ReleaseLedger(path, 7), "dataset_id='7'"),
-        (lambda path: ReleaseLedger("s3://bucket", "a"), "directory='s3"),
-        (lambda path: spending(""), "run=''"),
-        (lambda path: spending("\udcff"), "run="),
-        (lambda path: spending("a" * 1001), "run='aaa"),
-        (lambda path: spending(rounds=0), "rounds=0"),
-        (lambda path: spending(target=float("nan")), "target_epsilon=nan"),
-        (lambda path: spending(relation="near"), "relation must be"),
-        (lambda path: spending(retain=0), "retain=0"),
-        (lambda path: Spending("r", 1, lambda i: [], 1.0, 0.0), "delta"),
-    ],
-)
-def test_bad_arguments_are_refused(tmp_path, make, match):
-    with pytest.raises(ValueError, match=match):
-        make(tmp_path)
+    left = of(tmp_path).release(pairs(), 0, 0, noise)
+    rewrite(lambda fields: (fields.pop("dataset"), fields.pop("charged")))  # an older version
+    assert of(tmp_path).release(pairs(), 0, 0, noise) == left
+    of(tmp_path).release(pairs(), 1, 0, noise)
+    assert sum(n for _, n in history(tmp_path)) == 4
+    rewrite(lambda fields: fields.update(amplified=True))  # it may mean that more was spent
+    assert "unknown fields: ['amplified']" in refused(tmp_path)
+    with pytest.raises(JournalError, match="amplified"):
+        of(tmp_path).epsilon(1e-5)

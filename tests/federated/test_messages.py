@@ -1,92 +1,227 @@
-"""Messages: what was sent is what is read, and reading anything else is refused."""
+"""Messages: what was sent is what is read; nothing that anybody sends harms a server."""
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
-import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
-from lightning_dp.federated.messages import Message, MessageError
+from lightning_dp.federated import AsyncPlan, AsyncServer, PolynomialSizes
+from lightning_dp.federated.asynchronous import ConstantSteps
+from lightning_dp.federated.protocol import AbstractServer, Message, MessageError
+from tests.federated.zoo import ROUTINE, SIZE, START, diff2
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64]
 )
-@pytest.mark.parametrize("shape", [(0,), (3,), (2, 5), ()])
-def test_what_is_sent_is_read(dtype, shape):
-    tensor = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
-    facts = {"a": 1, "b": 0.1 + 0.2, "c": math.inf, "d": "ε", "e": True, "f": 2**62 + 1}
-    sent = Message("kind", facts, {"t": tensor, "u": tensor.clone()})
+@pytest.mark.parametrize("size", [0, 3])
+def test_the_content_of_a_message_is_read_as_it_was_sent(dtype, size):
+    tensor = torch.arange(size).to(dtype)
+    facts = {"a": 1, "b": 0.1 + 0.2, "c": math.inf, "d": "ε\ud800", "e": True, "f": 2**62 + 1}
+    sent = Message("kind", facts, {"t": tensor, "u": tensor, "v": torch.ones(9)[::2]})
     read = Message.from_bytes(sent.to_bytes())
     assert (read.kind, dict(read.facts)) == ("kind", facts)
     assert all(torch.equal(read.tensors[name], tensor) for name in ("t", "u"))
     assert read.tensors["t"].dtype == dtype
     assert read.to_bytes() == sent.to_bytes()
-
-
-def test_what_is_read_owns_its_memory():
-    content = Message("kind", {}, {"t": torch.ones(2)}).to_bytes()
-    first = Message.from_bytes(content).tensors["t"]
-    first += 1
-    assert Message.from_bytes(content).tensors["t"].tolist() == [1.0, 1.0]
-
-
-def test_any_damage_is_refused_or_harmless():
-    """No bytes make it do anything but raise MessageError or give numbers."""
-    content = Message("kind", {"i": 3}, {"t": torch.ones(4), "u": torch.arange(3)}).to_bytes()
-    rng = random.Random(0)
-    for _ in range(2000):
-        broken = bytearray(content)
-        for _ in range(rng.randint(1, 3)):
-            broken[rng.randrange(len(broken))] = rng.randrange(256)
-        broken = broken[: rng.randint(0, len(broken))] if rng.random() < 0.5 else broken
-        try:
-            Message.from_bytes(bytes(broken))
-        except MessageError:
-            continue
-    for cut in range(len(content)):
-        with pytest.raises(MessageError, match="no message of lightning-dp"):
-            Message.from_bytes(content[:cut])
-    with pytest.raises(MessageError, match="another length"):
-        Message.from_bytes(content + b"0")
-
-
-class _Trap:
-    def __reduce__(self):
-        return (pytest.fail, ("it was run",))
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"ldp1",
-        pickle.dumps(_Trap()),
-        b"ldp1" + (2).to_bytes(4, "little") + b"[]",
-        b"ldp1" + (31).to_bytes(4, "little") + b'["k",{},[["t","float32",[-1]]]]',
-        b"ldp1" + (38).to_bytes(4, "little") + b'["k",{},[["t","float32",[9999999999]]]]'[:38],
-        b"ldp1" + (15).to_bytes(4, "little") + b'["k",{"a":{}},[]]'[:15],
-    ],
-)
-def test_no_message_is_refused(content):
-    with pytest.raises(MessageError, match="no message of lightning-dp"):
-        Message.from_bytes(content)
+    read.tensors["v"].add_(1)  # its memory is its own
+    assert torch.equal(Message.from_bytes(sent.to_bytes()).tensors["v"], torch.ones(5))
 
 
 def test_missing_and_wrong_parts_are_named():
     message = Message("kind", {"i": -1, "b": True}, {"t": torch.ones(2)})
-    with pytest.raises(MessageError, match="has no 'round'"):
-        message["round"]
-    with pytest.raises(MessageError, match="i=-1 must be a whole number"):
-        message.whole("i")
-    with pytest.raises(MessageError, match="b=True must be a whole number"):
-        message.whole("b")
-    with pytest.raises(MessageError, match=r"shape \(2,\), not a vector of 3"):
-        message.tensor("t", 3)
-    with pytest.raises(MessageError, match="has no tensor 'v'"):
-        message.tensor("v")
-    with pytest.raises(MessageError, match=r"dtype torch\.int32"):
-        Message("kind", {}, {"t": torch.ones(1, dtype=torch.int32)}).to_bytes()
+    for work, match in (
+        (lambda: message["round"], "has no 'round'"),
+        (lambda: message.whole("i"), "i=-1 must be a whole number"),
+        (lambda: message.whole("b"), "b=True must be a whole number"),
+        (lambda: message.reals("t", 3, torch.float32), "2 numbers and is not a vector of 3"),
+        (lambda: message.tensor("v"), "has no tensor 'v'"),
+        (lambda: Message("k", {}, {"t": torch.ones(1).int()}).to_bytes(), r"torch\.int32"),
+        (lambda: Message("k", {}, {"t": torch.ones(1, 1)}).to_bytes(), r"shape \(1, 1\)"),
+    ):
+        with pytest.raises(MessageError, match=match):
+            work()
+
+
+# -- replies of anybody ------------------------------------------------------------------------
+
+
+def vector(seed: int) -> Tensor:
+    return torch.randn(SIZE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def asynchronous() -> tuple[AbstractServer, Message]:
+    """In round 1 of 3, where client 1 may answer and client 0 has."""
+    plan = AsyncPlan(3, PolynomialSizes(a=0, b=8), ConstantSteps(0.5))
+    server = AsyncServer("trial", plan, START.float(), 3)
+    replies = [
+        Message("update", {"round": i, "counter": 0}, {"update": vector(i).float()}) for i in (0, 1)
+    ]
+    for client, i in ((0, 0), (1, 0), (2, 0), (0, 1)):
+        server.receive(client, replies[i].to_bytes())
+    return server, replies[1]
+
+
+def synchronous(noise_at: str, **changes: Any) -> tuple[AbstractServer, Message]:
+    server = diff2(noise_at, **changes).server("trial", START.float())
+    answer = Message("answer", {"round": 0, "part": 0}, {"sum": vector(7).float()})
+    server.receive(0, answer.to_bytes())
+    return server, answer
+
+
+def walking() -> tuple[AbstractServer, Message]:
+    """Worker 1 goes on alone."""
+    server, answer = synchronous("client", routine=ROUTINE)
+    for client in (1, 2):
+        server.receive(client, answer.to_bytes())
+    return server, Message("walked", {"round": 0, "part": 0}, {"x": vector(7).float()})
+
+
+MACHINES: dict[str, Callable[[], tuple[AbstractServer, Message]]] = {
+    "asynchronous": asynchronous,
+    "trusted": lambda: synchronous("server"),
+    "synchronous": lambda: synchronous("client"),
+    "walking": walking,
+}
+
+
+def raw(good: Message, header: Any = None, **changes: Any) -> bytes:
+    """The bytes of a reply whose header holds anything."""
+    (name,) = good.tensors
+    body = good.tensors[name].numpy().tobytes()
+    tensor = {"dtype": "F32", "shape": [SIZE], "data_offsets": [0, len(body)]}
+    facts = json.dumps([good.kind, dict(good.facts)])
+    whole = {"__metadata__": {"lightning_dp": facts}, name: {**tensor, **changes}}
+    text = header if header is not None else json.dumps(whole).encode()
+    return len(text).to_bytes(8, "little") + text + body
+
+
+def bad_replies(good: Message) -> Iterator[Any]:
+    (name,), size, content = good.tensors, SIZE, good.to_bytes()
+    for fact in good.facts:
+        rest = {k: v for k, v in good.facts.items() if k != fact}
+        yield Message(good.kind, rest, good.tensors).to_bytes()
+        for value in (
+            -1,
+            True,
+            1.0,
+            math.nan,
+            math.inf,
+            "0",
+            "x" * 10**5,
+            2**62,
+            10**400,
+            None,
+            [0],
+        ):
+            text = json.dumps([good.kind, {**good.facts, fact: value}])
+            metadata = {"__metadata__": {"lightning_dp": text}}
+            offsets = {"dtype": "F32", "shape": [size], "data_offsets": [0, 4 * size]}
+            yield raw(good, json.dumps({**metadata, name: offsets}).encode())
+    for facts in ({"more": 1}, {str(i): 0 for i in range(10_000)}):
+        yield Message(good.kind, {**good.facts, **facts}, good.tensors).to_bytes()
+    ones = torch.ones(size)
+    for tensors in (
+        *({}, {"other": ones}, {name: ones, "other": ones}, {name: ones[1:]}, {name: ones[:0]}),
+        *({name: torch.ones(size + 1)}, {name: ones.long()}, {name: ones * math.nan}),
+        {name: torch.tensor([1.0, 1.0, -math.inf, 1.0], dtype=torch.bfloat16)},
+        *({name: ones.double() * 1e39}, {name: ones.double() * -1e300}, {name: ones * 3e38}),
+    ):
+        yield Message(good.kind, good.facts, tensors).to_bytes()
+    for kind in ("answered", "round", "query", "local", "", "x" * 10**5):
+        yield Message(kind, good.facts, good.tensors).to_bytes()
+    for shape in (
+        *([2**62, size], [0, 2**62, 4], [0, 2**70], [2**31, 2**31, 0], [-size], [4.0]),
+        *(
+            [1, size],
+            [size, 1],
+            [[size]],
+            "4",
+            4,
+            {},
+            None,
+            [1] * 1000 + [size],
+            [0] * 9,
+            [],
+            [2, 2],
+        ),
+    ):
+        yield raw(good, shape=shape)
+    for dtype in ("C64", "BOOL", "I32", "object", "F32 ", "", None, 4):
+        yield raw(good, dtype=dtype)
+    for offsets in ([0, 8], [4, 20], [16, 0], [0, 2**64], [0], None):
+        yield raw(good, data_offsets=offsets)
+    for header in (b"", b"[]", b"{}", b"null", b"4", b"[" * 10**5, b'{"a":' * 10**5, b"\xff"):
+        yield raw(good, header)
+    for facts in ("", "[]", "4", "[1, {}]", '["k", []]', '["k", {"a": {}}]', "[" * 10**5):
+        yield raw(good, json.dumps({"__metadata__": {"lightning_dp": facts}}).encode())
+    yield raw(good, json.dumps({"__metadata__": {"other": "x"}}).encode())
+    yield from (content[:cut] for cut in range(0, len(content), 7))
+    yield from (content + b"0", content * 2, bytes(len(content)), b"\xff" * 8 + content[8:])
+    yield from (pickle.dumps(good.kind), None, "text", 4, [])
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return type(one) is type(other) and one == other
+
+
+def state(server: AbstractServer) -> dict[str, Any]:
+    return {**server.state_dict(), "requests": [server.request(client) for client in range(3)]}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_bad_reply_is_refused_and_changes_nothing(name):
+    server, good = MACHINES[name]()
+    before, count = state(server), 0
+    for count, reply in enumerate(bad_replies(good), 1):
+        with pytest.raises(MessageError) as error:
+            server.receive(1, reply)
+        assert len(str(error.value)) < 500, count
+        assert same(before, state(server)), count
+    assert count >= 120
+    for client in (-1, 3, 2**62, True, "1", None, 1.0):
+        with pytest.raises(MessageError, match=r"none of the clients 0, \.\.\., 2"):
+            server.receive(client, good.to_bytes())
+    assert same(before, state(server))
+    assert server.receive(1, good.to_bytes()) is True
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(
+    st.sampled_from(sorted(MACHINES)),
+    st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=3),
+    st.integers(0, 400),
+    st.binary(max_size=8),
+)
+def test_any_damage_is_refused_or_harmless(name, changed, cut, more):
+    """Bytes that are changed, cut off or added: MessageError, or another finite vector."""
+    server, good = MACHINES[name]()
+    before, content = state(server), bytearray(good.to_bytes())
+    for place, value in changed:
+        content[place % len(content)] = value
+    try:
+        server.receive(1, bytes(content[: cut or None]) + more)
+    except MessageError:
+        assert same(before, state(server))
+        assert server.receive(1, good.to_bytes()) is True
+    assert bool(torch.isfinite(server.point).all())
+
+
+def test_a_message_without_safetensors_names_the_cure(monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError, match=r"lightning-dp\[federated\]"):
+        Message("kind").to_bytes()

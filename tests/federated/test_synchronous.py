@@ -1,337 +1,441 @@
-"""Synchronous protocols: DIFF2 with a trusted server or noisy clients, and BVR-L-SGD."""
+"""Synchronous rounds: a client holds its server to the plan, and each step is charged once."""
 
 from __future__ import annotations
 
 import math
-import random
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+from lightning_dp import Constant, CubicNewton, Diff2, FullBatch, MeanGradient, Poisson, Query, Term
 from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian
 from lightning_dp.accounting.events import PoissonRound
-from lightning_dp.boundary import Query, Term
-from lightning_dp.estimators import Diff2, MeanGradient
-from lightning_dp.estimators.base import AbstractEstimator, Traits
-from lightning_dp.federated.bvr_l_sgd import BVRLSGD
+from lightning_dp.estimators import Storm
+from lightning_dp.estimators.base import AbstractEstimator, Traits, share_of_noise
+from lightning_dp.federated.client import check_fingerprint, fingerprint
 from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.federated.messages import Message, MessageError
-from lightning_dp.federated.query_client import QueryClient
-from lightning_dp.federated.synchronous import SynchronousServer
+from lightning_dp.federated.local import LocalRecords
+from lightning_dp.federated.protocol import Message, MessageError
+from lightning_dp.federated.synchronous import BVRLSGD, QueryClient, SynchronousServer
 from lightning_dp.noise_plan import NoisePlan
-from lightning_dp.sampling import FullBatch, Poisson
-from lightning_dp.schedules import Constant
-
-SIZE, CLIENTS, RECORDS, ROUNDS, RATE = 4, 3, 30, 7, 0.2
-DIFF2 = Diff2(3, 1.0, 0.6, split=2.0)
+from tests.federated.zoo import (
+    CLIENTS,
+    DIFF2,
+    RECORDS,
+    ROUNDS,
+    ROUTINE,
+    SIZE,
+    START,
+    LogCosh,
+    Z,
+    diff2,
+    files,
+    history,
+    through_a_bad_network,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Diff2. the noise")
 
 
-def start() -> torch.Tensor:
-    return torch.zeros(SIZE, dtype=torch.float64)
+def plan_of(estimator: AbstractEstimator, rate: float = 1.0, z: float = Z) -> NoisePlan:
+    return NoisePlan(z, Constant(), FullBatch() if rate == 1 else Poisson(), rate, estimator)
 
 
-def plan(noise=2.0, estimator=DIFF2, sampling=None, rate=1.0) -> NoisePlan:
-    return NoisePlan(noise, Constant(), sampling or FullBatch(), rate, estimator)
+def server(plan: NoisePlan, start: Tensor = START, **changes: Any) -> SynchronousServer:
+    given = {"rounds": 4, "num_clients": 1, "num_records": RECORDS, "learning_rate": 0.2}
+    return SynchronousServer("trial", plan, start, **{**given, "noise": "client", **changes})
 
 
-def server(the_plan=None, **changes) -> SynchronousServer:
-    settings = {"rounds": ROUNDS, "num_clients": CLIENTS, "num_records": CLIENTS * RECORDS}
-    settings = {**settings, "learning_rate": RATE, **changes}
-    return SynchronousServer("trial", the_plan or plan(), start(), **settings)
+def client(folder: Path, plan: NoisePlan, data: Any = None, **changes: Any) -> QueryClient:
+    given = {"run": "trial", "rounds": 4, "target_epsilon": math.inf, "target_delta": 1e-5}
+    ledger = ReleaseLedger(folder, "data")
+    return QueryClient(LogCosh() if data is None else data, plan, ledger, **{**given, **changes})
 
 
-def factory(log_cosh, folder, the_plan=None, **changes):
-    settings = {"run": "trial", "rounds": ROUNDS, "target_delta": 1e-5, "trusts_server": True}
-    settings |= {"target_epsilon": math.inf, **changes}
-
-    def make(c: int) -> QueryClient:
-        seed = settings.get("seed")
-        return QueryClient(
-            log_cosh(RECORDS, seed=c),
-            the_plan or plan(),
-            ReleaseLedger(folder, f"client {c}"),
-            client=c,
-            num_clients=CLIENTS,
-            **{**settings, "seed": None if seed is None else seed + c},
-        )
-
-    return make
+# -- charges and batches -----------------------------------------------------------------------
 
 
-def clipped(rows: torch.Tensor, radius: float) -> torch.Tensor:
-    return (rows * (radius / rows.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0)
-
-
-@pytest.mark.parametrize("noise_at", ["server", "client"])
-@pytest.mark.parametrize("seed", range(2))
-def test_without_noise_it_is_diff2_over_all_records(
-    log_cosh, bad_network, tmp_path, noise_at, seed
-):
-    """Lost, doubled and late messages, clients that die: x is that of the plain algorithm."""
-    machine = server(plan(noise=0.0), noise=noise_at)
-    make = factory(log_cosh, tmp_path, plan(noise=0.0), trusts_server=noise_at == "server")
-    bad_network(machine, make, CLIENTS, seed)
-    data, x = [log_cosh(RECORDS, seed=c) for c in range(CLIENTS)], start()
-    before = x
-
-    def all_gradients(point):
-        return torch.cat([each.gradients(point, range(RECORDS)) for each in data])
-
-    for t in range(ROUNDS):
-        if t % 3 == 0:
-            v = clipped(all_gradients(x), 1.0) / (CLIENTS * RECORDS)
-        else:
-            radius = 0.6 * float((x - before).norm())
-            differences = all_gradients(x) - all_gradients(before)
-            v = v + clipped(differences, radius) / (CLIENTS * RECORDS)
-        before, x = x, x - RATE * v
-    torch.testing.assert_close(machine.point, x)
-    assert x.norm() > 0.1 and machine.round == ROUNDS
-
-
-@pytest.mark.parametrize(("noise_at", "factor"), [("server", 1.0), ("client", math.sqrt(CLIENTS))])
-def test_the_server_noises_once_or_each_client_does(
-    log_cosh, bad_network, tmp_path, noise_at, factor
-):
-    """One step of 4 coordinates, 40 times: z C / N, or √P as much; never both, never none."""
-    noises, the_plan = [], plan(noise=5.0, estimator=MeanGradient(1.0))
-    for trial in range(40):
-        settings = {"rounds": 1, "noise": noise_at, "learning_rate": 1.0}
-        noisy = server(the_plan, **settings)
-        make = factory(
-            *(log_cosh, tmp_path / f"{trial}", the_plan),
-            rounds=1,
-            trusts_server=noise_at == "server",
-        )
-        for c in range(CLIENTS):
-            noisy.receive(c, make(c).answer(noisy.request(c)))
-        noises.append(noisy.point)
-    found = torch.stack(noises).std(0, correction=1).square().mean().sqrt()
-    expected = factor * 5.0 / (CLIENTS * RECORDS)
-    assert float(found) == pytest.approx(expected, rel=0.25)
-
-
-def test_each_client_books_its_own_records(log_cosh, bad_network, tmp_path):
-    machine, make = server(), factory(log_cosh, tmp_path)
-    bad_network(machine, make, CLIENTS, 0)
-    ratio = DIFF2.relative_noise(1)
-    for c in range(CLIENTS):
-        history = ReleaseLedger(tmp_path, f"client {c}").history()
-        assert sorted(history, key=repr) == sorted(
-            [(Gaussian(2.0), 3), (Gaussian(2.0 * ratio), 4)], key=repr
-        )
-        assert make(c).epsilon == PLDAccountant().epsilon(history, 1e-5)
-
-
-def test_poisson_batches_are_of_the_plans_rate(log_cosh, tmp_path):
-    the_plan = plan(estimator=MeanGradient(1.0), sampling=Poisson(), rate=0.3)
-    make, machine = factory(log_cosh, tmp_path, the_plan, rounds=50), server(the_plan, rounds=50)
-    client = make(0)
-    request = Message.from_bytes(machine.request(0))
-    sizes = []
-    for step in range(50):
-        facts = {**request.facts, "round": step}
-        client.answer(Message("query", facts, request.tensors).to_bytes())
-        sizes.append(len(client._rounds.records.asked[-1][1]))
-    assert sum(sizes) / 50 == pytest.approx(0.3 * RECORDS, rel=0.2)
-    assert ReleaseLedger(tmp_path, "client 0").history() == [(PoissonGaussian(2.0, 0.3), 50)]
-
-
-def test_a_clients_unnoised_sum_is_not_on_its_disk(log_cosh, tmp_path):
-    make, machine = factory(log_cosh, tmp_path), server()
-    reply = make(0).answer(machine.request(0))
-    assert make(0).answer(machine.request(0)) == reply
-    payload = Message.from_bytes(reply).tensors["sum"].numpy().tobytes()
-    assert payload in reply
-    assert all(payload not in path.read_bytes() for path in tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"noise_multiplier": 1.99}, r"noise_multiplier=1\.99 at step 0, below"),
-        ({"noise_multiplier": 0.0}, r"noise_multiplier=0\.0 at step 0, below"),
-        ({"noise_multiplier": math.nan}, "cannot be asked"),
-        ({"clip_norm": -1.0}, "cannot be asked"),
-        ({"clip_norm": math.inf}, "cannot be asked"),
-        ({"noise": "nobody"}, "noise='nobody'"),
-        ({"part": 1}, "Part 1 of step 0"),
-        ({"run": "other"}, "run 'trial'"),
-        ({"weight0": math.inf}, "cannot be asked"),
-    ],
-)
-def test_a_server_that_asks_for_more_gets_nothing(log_cosh, tmp_path, changes, match):
-    request = Message.from_bytes(server().request(0))
-    message = Message("query", {**request.facts, **changes}, request.tensors)
-    with pytest.raises(MessageError, match=match):
-        factory(log_cosh, tmp_path)(0).answer(message.to_bytes())
-    assert ReleaseLedger(tmp_path, "client 0").history() == []
-
-
-def test_only_a_trusted_server_gets_sums_without_noise(log_cosh, tmp_path):
-    with pytest.raises(MessageError, match="trusts_server=True"):
-        factory(log_cosh, tmp_path, trusts_server=False)(0).answer(server().request(0))
-    assert ReleaseLedger(tmp_path, "client 0").history() == []
-
-
-def test_a_client_without_budget_ends_the_run(log_cosh, bad_network, tmp_path):
-    events = [Gaussian(2.0 * DIFF2.relative_noise(t)) for t in range(ROUNDS)]
-    target = PLDAccountant().epsilon([(e, 1) for e in events[:4]], 1e-5) * 1.001
-    machine = server()
-    make = factory(log_cosh, tmp_path, target_epsilon=target)
-    bad_network(machine, make, CLIENTS, 0)
+def test_a_client_without_budget_ends_the_run(tmp_path):
+    events = [(Gaussian(Z * DIFF2.relative_noise(t)), 1) for t in range(ROUNDS)]
+    target = PLDAccountant().epsilon(events[:4], 1e-5) * 1.001
+    machine = diff2("server").begin()
+    make = diff2("server").clients(tmp_path, target_epsilon=target)
+    through_a_bad_network(machine, make, 0)
     assert machine.round == 4 and "no budget left" in machine.reason
     assert make(0).epsilon <= target
 
 
-@pytest.mark.parametrize("noise_at", ["server", "client"])
-def test_a_saved_server_goes_on_from_any_state(log_cosh, bad_network, tmp_path, noise_at):
-    """With seeded noise, killed and restored again and again, it ends where another does."""
-    ends = []
-    for kill in (False, True):
-        folder, rng = tmp_path / f"{kill}", random.Random(2)
-        settings = {"noise": noise_at, "seed": 3}
-        holder = [server(**settings)]
-        make = factory(log_cosh, folder, trusts_server=noise_at == "server", seed=5)
-
-        class Proxy:
-            def __getattr__(self, name, holder=holder):
-                return getattr(holder[0], name)
-
-        def maybe(holder=holder, rng=rng, kill=kill, settings=settings):
-            if kill and rng.random() < 0.2:
-                path = tmp_path / "server.pt"
-                torch.save(holder[0].state_dict(), path)
-                holder[0] = server(**settings)
-                holder[0].load_state_dict(torch.load(path, weights_only=True))
-
-        bad_network(Proxy(), make, CLIENTS, 1, look=maybe)
-        ends.append(holder[0].point)
-    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-12)
-    assert ends[0].norm() > 0.01
+def test_poisson_batches_are_of_the_plans_rate(tmp_path):
+    plan, data = plan_of(MeanGradient(1.0), 0.3), LogCosh()
+    one, machine = client(tmp_path, plan, data, rounds=50), server(plan, rounds=50)
+    while not machine.is_done:
+        machine.receive(0, one.answer(machine.request(0)))
+    sizes = [len(batch) for _, batch in data.asked]
+    assert sum(sizes) / 50 == pytest.approx(0.3 * RECORDS, rel=0.2) and len(set(sizes)) > 3
+    assert history(tmp_path) == [(PoissonGaussian(Z, 0.3), 50)]
 
 
-def test_another_configuration_is_refused():
-    with pytest.raises(ValueError, match=r"learning_rate differs.* it was 0\.2, now 0\.5"):
-        server(learning_rate=0.5).load_state_dict(server().state_dict())
+def test_only_a_trusted_server_gets_sums_without_noise_and_no_disk_does(tmp_path):
+    plan = plan_of(MeanGradient(1.0))
+    request = server(plan, noise="server").request(0)
+    with pytest.raises(MessageError, match="trusts_server=True"):
+        client(tmp_path, plan).answer(request)
+    assert not files(tmp_path)
+    reply = client(tmp_path, plan, trusts_server=True).answer(request)
+    assert client(tmp_path, plan, trusts_server=True).answer(request) == reply
+    payload = Message.from_bytes(reply).tensors["sum"].numpy().tobytes()
+    assert payload in reply and all(payload not in content for content in files(tmp_path).values())
 
 
-class TwoQuestions(AbstractEstimator):
-    """Asks about x, and then about x minus the answer, on one batch."""
+class Three(AbstractEstimator):
+    """Asks three times on one batch, each time about x minus what it was told."""
 
-    @property
-    def traits(self):
-        return Traits(queries_per_step=2)
+    traits = Traits(queries_per_step=3)
 
     def init(self, params):
-        return {"first": None}
+        return {"part": 0, "moved": torch.zeros_like(params[0])}
 
     def ask(self, state, params, step, noise_multiplier):
-        (x,) = params
-        point = x if state["first"] is None else x - state["first"]
-        return Query((Term(1.0, point),), 1.0, noise_multiplier * math.sqrt(2) * (1 + 1e-14))
+        z = share_of_noise(noise_multiplier, 3) * (1 + 1e-14)
+        return Query((Term(1.0, params[0] - state["moved"]),), 1.0, z)
 
     def tell(self, state, params, step, released):
-        if state["first"] is None:
-            return None, {"first": released.value}
-        return released.value, {"first": None}
+        if state["part"] == 2:
+            return released.value, self.init(params)
+        return None, {"part": state["part"] + 1, "moved": state["moved"] + released.value}
 
 
-def test_two_queries_of_a_step_are_on_one_batch_and_charged_once(log_cosh, bad_network, tmp_path):
-    the_plan = plan(estimator=TwoQuestions(), sampling=Poisson(), rate=0.4)
-    machine = server(the_plan, noise="client")
-    clients = {}
-    make = factory(log_cosh, tmp_path, the_plan, trusts_server=False)
+@pytest.mark.parametrize("at", range(3))
+def test_an_error_between_the_queries_of_a_step_costs_no_second_charge(tmp_path, at):
+    """One batch and one charge for all queries; what was sent before comes again as it was."""
 
-    def kept(c):
-        clients.setdefault(c, []).append(make(c))
-        return clients[c][-1]
+    class Failing(LogCosh):
+        calls = 0
 
-    bad_network(machine, kept, CLIENTS, 0)
-    for c in range(CLIENTS):
-        history = ReleaseLedger(tmp_path, f"client {c}").history()
-        assert history == [(PoissonGaussian(2.0, 0.4), ROUNDS)]
-        asked = [each for client in clients[c] for each in client._rounds.records.asked]
-        batches = [tuple(batch) for _, batch in asked]
-        assert len(batches) >= 2 * ROUNDS and len(set(batches)) == ROUNDS
-        together = PoissonRound((asked[0][0].noise_multiplier,) * 2, 1.0).pair[0]
-        assert together >= 2.0
+        def bounded_sum(self, query, records):
+            self.calls += 1
+            if self.calls == at + 1:
+                raise OSError("record-17.png cannot be read")
+            return super().bounded_sum(query, records)
 
-
-def test_several_queries_are_never_noised_by_the_server():
-    with pytest.raises(ValueError, match="noise='client'"):
-        server(plan(estimator=TwoQuestions()), noise="server")
-
-
-ROUTINE = BVRLSGD(RATE, 4, 0.5, noise_multiplier=3.0, sample_rate=0.4)
-
-
-@pytest.mark.parametrize("noise_at", ["server", "client"])
-def test_bvr_l_sgd_books_what_its_worker_in_turn_does(log_cosh, bad_network, tmp_path, noise_at):
-    """The history of the class itself, of every worker, through a bad network."""
-    settings = {"local_routine": ROUTINE}
-    machine = server(**settings, noise=noise_at)
-    make = factory(log_cosh, tmp_path, trusts_server=noise_at == "server", **settings)
-    bad_network(machine, make, CLIENTS, 4)
-    assert machine.round == ROUNDS
-    for c in range(CLIENTS):
-        expected = ROUTINE.history(DIFF2, 2.0, ROUNDS, c, CLIENTS)
-        history = ReleaseLedger(tmp_path, f"client {c}").history()
-        assert sorted(history, key=repr) == sorted(expected, key=repr)
-
-
-def test_bvr_l_sgd_without_noise_is_the_routine(log_cosh, tmp_path):
-    """All records in each local batch: after the server's step, K - 1 steps on the worker's own."""
-    routine = BVRLSGD(RATE, 4, 0.5, noise_multiplier=0.0, sample_rate=1.0)
-    machine = server(plan(noise=0.0), rounds=2, local_routine=routine)
-    make = factory(log_cosh, tmp_path, plan(noise=0.0), rounds=2, local_routine=routine)
-    clients = [make(c) for c in range(CLIENTS)]
+    plan, data, sent, failures = plan_of(Three(), 0.3), Failing(), [], 0
+    machine = server(plan, rounds=1)
     while not machine.is_done:
-        for c in range(CLIENTS):
-            if (request := machine.request(c)) is not None:
-                machine.receive(c, clients[c].answer(request))
-    data, x, before, v = [log_cosh(RECORDS, seed=c) for c in range(CLIENTS)], start(), None, None
-    for r in (1, 2):
-        rows = torch.cat([each.gradients(x, range(RECORDS)) for each in data])
-        if r == 1:
-            v = clipped(rows, 1.0) / (CLIENTS * RECORDS)
-        else:
-            old = torch.cat([each.gradients(before, range(RECORDS)) for each in data])
-            v = v + clipped(rows - old, 0.6 * float((x - before).norm())) / (CLIENTS * RECORDS)
-        before, a, b, u = x, x, x - RATE * v, v
-        for _ in range(3):
-            own = data[r % CLIENTS]
-            rows = own.gradients(b, range(RECORDS)) - own.gradients(a, range(RECORDS))
-            u = u + clipped(rows, 0.5 * float((b - a).norm())) / RECORDS
-            a, b = b, b - RATE * u
-        x = b
-    torch.testing.assert_close(machine.point, x)
-    assert float((x - before).norm()) > 0.01
+        request = machine.request(0)
+        one = client(tmp_path, plan, data, rounds=1)
+        try:
+            reply = one.answer(request)
+        except OSError:
+            failures += 1
+            assert all(one.answer(old) == same for old, same in sent)
+            continue
+        sent.append((request, reply))
+        machine.receive(0, reply)
+    assert failures == 1 and len(sent) == 3
+    assert history(tmp_path) == [(PoissonGaussian(Z, 0.3), 1)]
+    assert len({tuple(batch) for _, batch in data.asked}) == 1
+    together = PoissonRound((data.asked[0][0].noise_multiplier,) * 3, 1.0).pair[0]
+    assert together >= Z
+    with pytest.raises(ValueError, match="noise='client'"):
+        server(plan, noise="server")
 
 
-def test_a_worker_walks_only_in_its_turn(log_cosh, tmp_path):
-    make = factory(log_cosh, tmp_path, local_routine=ROUTINE)
-    message = Message(
-        "local", {"run": "trial", "round": 0, "part": 0}, {"x": start(), "v": start() + 1}
-    )
-    with pytest.raises(MessageError, match="not this client's turn"):
-        make(0).answer(message.to_bytes())
-    assert ReleaseLedger(tmp_path, "client 0").history() == []
-    assert Message.from_bytes(make(1).answer(message.to_bytes())).kind == "walked"
+def test_where_nothing_moves_nothing_is_asked_of_a_worker():
+    assert ROUTINE.ask(ROUTINE.start(START, START * 0)) is None
+
+
+def test_a_worker_goes_on_alone_in_its_turn_from_a_step_that_can_be_clipped(tmp_path):
+    plan = plan_of(DIFF2)
+
+    def walk(c: int, v: Tensor) -> Message:
+        one = client(
+            *(tmp_path / f"{c}", plan), local_routine=ROUTINE, client=c, num_clients=CLIENTS
+        )
+        facts = {"run": "trial", "round": 0, "part": 0}
+        return Message.from_bytes(
+            one.answer(Message("local", facts, {"x": START * 0, "v": v}).to_bytes())
+        )
+
+    for c, v, match in (
+        (0, START + 1, "not this client's turn"),
+        (1, START * 1e-37, "too short or too long"),
+        (1, START * 1e37, "too short or too long"),
+        (1, START[:-1], "v 3 of"),
+        (1, START.float(), "float32"),
+    ):
+        with pytest.raises(MessageError, match=match):
+            walk(c, v)
+    assert not files(tmp_path / "0") and not files(tmp_path / "1")
+    assert walk(1, START + 1).kind == "walked"
 
 
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"rounds": 0}, "rounds=0"),
-        ({"num_clients": 0}, "num_clients=0"),
         ({"learning_rate": math.nan}, "learning_rate=nan"),
         ({"noise": "both"}, "noise='both'"),
         ({"local_routine": BVRLSGD(0.1, 4, 0.5, 3.0, 0.4)}, "two speeds"),
+        ({"start": START / 0}, "vector of finite numbers"),
     ],
 )
 def test_bad_servers_are_refused(changes, match):
     with pytest.raises(ValueError, match=match):
-        server(**changes)
+        server(plan_of(DIFF2), **changes)
+
+
+# -- replies in the wrong place ----------------------------------------------------------------
+
+
+def message(kind: str, tensor: str = "", value: Tensor = START) -> bytes:
+    tensors = {tensor: value} if tensor else {}
+    return Message(kind, {"round": 0, "part": 0}, tensors).to_bytes()
+
+
+def test_who_has_answered_a_step_does_not_leave_it():
+    machine = diff2("client").begin()
+    assert machine.receive(0, message("answer", "sum")) is True
+    assert machine.receive(0, message("answer", "sum")) is False
+    with pytest.raises(MessageError, match="was not asked of it"):
+        machine.receive(0, message("refused"))
+    with pytest.raises(MessageError, match="sent 'walked', which was not asked"):
+        machine.receive(1, message("walked", "x"))
+    assert not machine.is_done
+
+
+def test_only_the_worker_in_turn_goes_on_alone():
+    machine = diff2("client", routine=BVRLSGD(0.2, 3, 0.5, 3.0, 0.4)).begin()
+    for c in range(CLIENTS):
+        machine.receive(c, message("answer", "sum"))
+    assert [machine.request(c) is None for c in range(CLIENTS)] == [True, False, True]
+    for c, reply in (
+        (0, message("walked", "x")),
+        (2, message("walked", "x")),
+        (0, message("refused")),
+    ):
+        with pytest.raises(MessageError, match="was not asked of it"):
+            machine.receive(c, reply)
+    assert machine.receive(1, message("answer", "sum")) is False  # as if it came twice
+    assert machine.receive(1, message("walked", "x", START + 7)) is True
+    assert torch.equal(machine.point, START + 7)
+
+
+def test_a_run_that_diverges_ends_at_its_last_finite_model():
+    """The answer is finite, and the step is not."""
+    machine = server(plan_of(MeanGradient(1.0), z=0.0), START.float(), learning_rate=1e38)
+    machine.receive(0, message("answer", "sum", torch.full((SIZE,), 1e18)))
+    assert machine.is_done and "no longer finite" in machine.reason
+    assert torch.equal(machine.point, START.float())
+
+
+# -- queries that are not the plan's -----------------------------------------------------------
+
+
+class Regression(L.LightningModule):
+    """Gradients of very different norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(SIZE - 1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.softplus(self.layer(x).squeeze(1) * y).mean()
+
+
+class Remembering(LocalRecords):
+    """Writes down the queries that reached the records."""
+
+    def bounded_sum(self, query, records):
+        self.asked = [*getattr(self, "asked", []), query]
+        return super().bounded_sum(query, records)
+
+
+COUNT = 6
+
+
+def records() -> Remembering:
+    x = torch.randn(COUNT, SIZE - 1, generator=torch.Generator().manual_seed(0))
+    y = torch.tensor([1.0, -1.0] * (COUNT // 2))
+    return Remembering(Regression(), TensorDataset(x * 10 ** torch.arange(3), y))
+
+
+class Custom(AbstractEstimator):
+    """One whose queries a client cannot find out for itself."""
+
+    def init(self, params):
+        return {}
+
+    def ask(self, state, params, step, noise_multiplier):
+        return Query((Term(0.5), Term(0.5, params[0] + 1)), 1.0, noise_multiplier)
+
+    def tell(self, state, params, step, released):
+        return released.value, state
+
+
+ESTIMATORS = {
+    "mean": MeanGradient(0.7),
+    "diff2": Diff2(3, 0.5, 0.6, split=2.0),
+    "storm": Storm(0.3, 0.5, 0.6),
+    "newton": CubicNewton(1.0, 0.0, 3, max_grad_norm=0.5, keep=3, max_step_size=0.5),
+    "fresh newton": CubicNewton(1.0, 0.0, 2, keep_fraction=0.5, fresh_batches=True),
+    "custom": Custom(),
+}
+
+
+@cache
+def requests_of(name: str) -> list[Message]:
+    """The requests of an honest server to one client in a whole run."""
+    plan, found = plan_of(ESTIMATORS[name]), []
+    machine = server(plan, torch.full((SIZE,), 0.1), num_records=COUNT)
+    with tempfile.TemporaryDirectory() as folder:
+        one = client(Path(folder), plan, records())
+        while not machine.is_done:
+            request = machine.request(0)
+            found.append(Message.from_bytes(request))
+            machine.receive(0, one.answer(request))
+    return found
+
+
+@st.composite
+def spoilt(draw: st.DrawFn, good: Message) -> Message:
+    """The same request, changed in one to three places."""
+    facts, tensors = dict(good.facts), dict(good.tensors)
+    numbers = [n for n in facts if n.startswith("weight")] + ["clip_norm", "noise_multiplier"]
+    for _ in range(draw(st.integers(1, 3))):
+        size = 10.0 ** draw(st.floats(-45, 38))
+        if draw(st.booleans()) or not tensors:
+            name = draw(st.sampled_from(numbers))
+            values = [0.0, -1.0, size, -size, math.nan, math.inf, facts[name] * 1.01]
+            facts[name] = draw(st.sampled_from([*values, facts[name] / size]))
+            continue
+        name = draw(st.sampled_from(sorted(tensors)))
+        t = tensors.pop(name)
+        values = [t * size, t / size, t + size, t * math.nan, t * 0, t[:-1], t[:0], t.flip(0)]
+        values += [torch.cat([t, t]), t.double() * 1e200, t.half(), t.long()]
+        number = draw(st.integers(0, len(values)))
+        if number < len(values):  # else it is left out
+            tensors[name] = values[number]
+    return Message(good.kind, facts, tensors)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_a_hostile_query_is_refused_at_no_cost_or_has_the_planned_noise(data):
+    """The oracle: the largest part of one record that is really added, against the noise."""
+    name = data.draw(st.sampled_from(sorted(ESTIMATORS)))
+    plan, honest = plan_of(ESTIMATORS[name]), requests_of(name)
+    good = data.draw(st.sampled_from(honest))
+    bad = data.draw(spoilt(good))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, local = Path(temporary), records()
+        one = client(folder, plan, local)
+        for earlier in honest[: honest.index(good)]:
+            if earlier["round"] == good["round"]:  # earlier parts of the same step
+                one.answer(earlier.to_bytes())
+        before, local.asked = files(folder), []
+        try:
+            one.answer(bad.to_bytes())
+        except MessageError:
+            assert files(folder) == before
+        else:
+            z, parts = plan.noise_multiplier(good["round"]), []
+            least = share_of_noise(z, plan.estimator.traits.queries_per_step)
+            (query,) = local.asked
+            for i in range(COUNT):
+                parts.append(float(LocalRecords.bounded_sum(local, query, [i]).value.norm()))
+            noise = query.noise_multiplier * query.clip_norm
+            assert noise >= least * max(parts) * (1 - 1e-5)
+        one.answer(good.to_bytes())  # it lives on
+
+
+ONE = torch.ones(SIZE)
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "facts", "tensors", "match"),
+    [
+        ("mean", 0, {"clip_norm": 0.70001}, {}, r"clip_norm=0\.70001 at step 0.*0\.7"),
+        ("mean", 0, {"weight0": 0.5}, {}, r"weights \[0\.5\] at step 0.*\[1\.0\]"),
+        ("mean", 0, {"noise_multiplier": 2.001}, {}, r"noise_multiplier=2\.001 at step 0.*2\.0"),
+        ("mean", 0, {"noise_multiplier": 1.99}, {}, r"noise_multiplier=1\.99 at step 0, below"),
+        ("mean", 0, {"noise_multiplier": math.nan}, {}, "cannot be asked"),
+        ("mean", 0, {"clip_norm": math.inf}, {}, "cannot be asked"),
+        ("mean", 0, {"weight0": 1e-30, "clip_norm": 1e-35}, {}, "clip_norm"),
+        ("mean", 0, {"noise": "nobody"}, {}, "noise='nobody'"),
+        ("mean", 0, {"part": 1}, {}, "Part 1 of step 0"),
+        ("mean", 0, {"run": "other"}, {}, "run 'trial'"),
+        ("diff2", 1, {"weight1": -0.5}, {}, r"\[1\.0, -0\.5\] at step 1.*\[1\.0, -1\.0\]"),
+        ("diff2", 1, {}, {"point0": ONE, "point1": ONE}, "asks nothing about these points"),
+        ("storm", 1, {"weight1": -1.0}, {}, r"-1\.0\] at step 1"),
+        ("newton", 0, {}, {"coordinates": torch.tensor([0])}, "oordinates"),
+        ("newton", 0, {}, {"coordinates": torch.tensor([9])}, "Coordinate 9 of 4"),
+        ("newton", 0, {}, {"direction0": ONE}, "direction0"),
+        ("newton", 1, {"clip_norm": 0.5}, {}, r"clip_norm=0\.5 at step 0"),
+        ("newton", 1, {}, {"direction1": ONE}, "direction1 of step 0"),
+        ("custom", 0, {"clip_norm": 1e-20}, {}, "cannot be clipped"),
+        ("custom", 0, {"weight1": 1e-30}, {}, "weight 1e-30"),
+    ],
+)
+def test_what_differs_from_the_plan_is_named(tmp_path, name, number, facts, tensors, match):
+    plan, good = plan_of(ESTIMATORS[name]), requests_of(name)[number]
+    bad = Message("query", {**good.facts, **facts}, {**good.tensors, **tensors})
+    with pytest.raises(MessageError, match=match):
+        client(tmp_path, plan, records()).answer(bad.to_bytes())
+    assert not files(tmp_path)
+
+
+# -- the server's module -----------------------------------------------------------------------
+
+
+class Partly(nn.Module):
+    """A frozen layer, a trained one, a buffer."""
+
+    def __init__(self, seed: int = 0, buffer: float = 0.0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.body = nn.Linear(3, 3).requires_grad_(False)
+        for param in self.body.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator))
+        self.first, self.second = nn.Linear(3, 1), nn.Linear(3, 1)
+        self.register_buffer("features", torch.full((2,), buffer))
+
+
+class Reordered(Partly):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self._modules.pop("first")
+
+
+@pytest.mark.parametrize(
+    ("module", "match"),
+    [
+        (Partly(seed=1), r"frozen parameters body\.weight, body\.bias are not"),
+        (Partly().double(), r"first\.weight \(torch\.float32 \[1, 3\]\).*torch\.float64"),
+        (Reordered(), r"first\.weight .*where the server has second\.weight"),
+        (nn.Sequential(nn.Linear(3, 1)), "4 tensors, and 2"),
+    ],
+)
+def test_another_module_at_the_server_is_refused_by_the_names_of_its_parts(module, match):
+    with pytest.raises(MessageError, match=match):
+        check_fingerprint(fingerprint(module), fingerprint(Partly()))
+
+
+def test_equal_modules_agree_and_buffers_that_differ_are_logged(caplog):
+    caplog.set_level("INFO", logger="lightning_dp.federated")  # whatever other tests have set
+    here = fingerprint(Partly())
+    check_fingerprint(fingerprint(Partly()), here)
+    assert not caplog.text
+    check_fingerprint(fingerprint(Partly(buffer=1)), here)
+    assert "buffers features" in caplog.text
+    for nonsense in ("", "{}", "[]", "null", '{"trained": 1, "frozen": 2, "buffers": 3}', "\0"):
+        with pytest.raises(MessageError, match="cannot be read"):
+            check_fingerprint(nonsense, here)

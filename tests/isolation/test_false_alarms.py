@@ -71,7 +71,7 @@ def test_no_false_alarm_in_some(name):
 @pytest.mark.parametrize("name", KINDS)
 def test_no_false_alarm_in_many(name):
     make, arguments = KINDS[name]
-    assert coupled_in(make, 1500 // LOOKS, **arguments) == 0
+    assert coupled_in(make, 1700 // LOOKS, **arguments) == 0
 
 
 @pytest.mark.slow

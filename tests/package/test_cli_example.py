@@ -17,6 +17,7 @@ from lightning_dp.callbacks import DifferentialPrivacy
 
 FOLDER = Path(__file__).parents[2] / "examples" / "cli"
 METHODS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+QUICK = {"cubic_newton", "diff2", "full_batch"}  # the others run in the slow tests
 QUIET = ["--trainer.enable_progress_bar=false", "--trainer.max_epochs=2"]
 CALLBACK = "--trainer.callbacks.init_args"
 UNCHECKED = [*QUIET, f"{CALLBACK}.isolation_probe=false", f"{CALLBACK}.spot_checks=false"]
@@ -44,10 +45,12 @@ def init_args(config):
 
 
 @pytest.mark.filterwarnings("ignore:Diff2. the noise", "ignore:.*log_every_n_steps")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method",
+    [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in METHODS],
+)
 def test_it_spends_its_budget_and_no_more(method, train, capsys):
-    options = QUIET if method == "dp_sgd" else UNCHECKED  # the slow test has the checks
-    cli = train(["fit", "--config", str(FOLDER / f"{method}.yaml"), *options])
+    cli = train(["fit", "--config", str(FOLDER / f"{method}.yaml"), *UNCHECKED])
 
     privacy = privacy_of(cli)
     assert 0.99 * 3.0 < privacy.epsilon <= 3.0
@@ -119,18 +122,14 @@ CONFIGURABLE += [
 ]
 
 
-@pytest.mark.parametrize(
-    "thing",
-    [c for c in CONFIGURABLE if inspect.isclass(c) and not inspect.isabstract(c)],
-    ids=lambda thing: thing.__name__,
-)
-def test_every_argument_has_a_help_text_and_a_type(thing):
-    parser = ArgumentParser()
-    parser.add_class_arguments(thing, "it")
-    for argument in inspect.signature(thing).parameters.values():
-        (action,) = (a for a in parser._actions if a.dest == f"it.{argument.name}")
-        assert action.help, f"{thing.__name__}.{argument.name}: no text for --help"
-        assert argument.annotation is not inspect.Parameter.empty
+def test_every_argument_has_a_help_text_and_a_type():
+    for thing in (c for c in CONFIGURABLE if inspect.isclass(c) and not inspect.isabstract(c)):
+        parser = ArgumentParser()
+        parser.add_class_arguments(thing, "it")
+        for argument in inspect.signature(thing).parameters.values():
+            (action,) = (a for a in parser._actions if a.dest == f"it.{argument.name}")
+            assert action.help, f"{thing.__name__}.{argument.name}: no text for --help"
+            assert argument.annotation is not inspect.Parameter.empty
 
 
 @pytest.mark.slow

@@ -28,13 +28,21 @@ def example(blocks, names):
 @pytest.mark.parametrize("word", ["Linear", "SignOfGradient", "Threshold", "PoissonAtRate"])
 def test_an_example_trains_within_its_budget(word, example, make_trainer):
     scope = example(word)
-    trainer = make_trainer(max_epochs=2, callbacks=[scope["privacy"]])
+    before = scope["model"].layer.weight.detach().clone()
+    trainer = make_trainer(max_epochs=1, callbacks=[scope["privacy"]])
 
     trainer.fit(scope["model"], scope["train_loader"])
 
-    assert trainer.global_step == scope["privacy"].steps == 20
+    assert trainer.global_step == scope["privacy"].steps == 10
     assert 2.95 < scope["privacy"].epsilon <= 3.0
-    assert f"{word}(" in str(scope["privacy"].report())
+    report = scope["privacy"].report()
+    assert f"{word}(" in str(report)
+    if word == "SignOfGradient":  # every step moves every parameter by the learning rate
+        steps = (scope["model"].layer.weight - before).abs() / 0.1
+        torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-4)
+        assert 0 < steps.max() <= 10.001
+    if word == "PoissonAtRate":  # it books the rate it draws with
+        assert (report.sample_rate, report.expected_batch_size) == (0.05, 10)
 
 
 def test_the_linear_schedule_is_a_line(example):
@@ -43,35 +51,12 @@ def test_the_linear_schedule_is_a_line(example):
     assert [schedule(t) for t in (0, 10, 20, 40)] == [1.0, 0.75, 0.5, 0.5]
 
 
-def test_the_sign_moves_every_parameter_by_the_learning_rate(example, make_trainer):
-    scope = example("SignOfGradient")
-    before = scope["model"].layer.weight.detach().clone()
-
-    make_trainer(max_steps=1, callbacks=[scope["privacy"]]).fit(
-        scope["model"], scope["train_loader"]
-    )
-
-    moved = (scope["model"].layer.weight - before).abs()
-    torch.testing.assert_close(moved, torch.full_like(moved, 0.1))
-
-
 def test_the_threshold_removes_small_values_only(example):
     threshold = example("Threshold")["Threshold"](level=0.1)
 
     estimate, _ = threshold.apply(threshold.init([]), torch.tensor([0.05, -0.2, 0.1]))
 
     assert estimate.tolist() == pytest.approx([0.0, -0.2, 0.1])
-
-
-def test_the_sampling_example_books_the_rate_it_draws_with(example, make_trainer):
-    scope = example("PoissonAtRate")
-    make_trainer(max_epochs=1, callbacks=[scope["privacy"]]).fit(
-        scope["model"], scope["train_loader"]
-    )
-
-    report = scope["privacy"].report()
-    assert report.sample_rate == 0.05
-    assert report.expected_batch_size == 10
 
 
 def test_the_engine_example_agrees_with_opacus(example):

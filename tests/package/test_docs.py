@@ -26,7 +26,7 @@ def comparable(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+\.\d+", text)]
 
 
-FIRST = ("README.md", "docs/quickstart.md", "docs/planning.md", "docs/advice.md")
+FIRST = ("README.md",)
 
 
 def marks(page: str) -> list[pytest.MarkDecorator]:

@@ -15,7 +15,7 @@ import matplotlib
 import pytest
 
 from lightning_dp.accounting import epsilon, epsilon_text, trade_off
-from lightning_dp.report.command import main
+from lightning_dp.report.__main__ import main
 from lightning_dp.report.files import PATTERN, read_report
 
 matplotlib.use("Agg")
@@ -101,8 +101,8 @@ def test_they_are_of_one_run_and_their_numbers_are_never_too_low(folder, texts):
         assert said[0] == float(epsilon_text(exact)) >= exact
         assert min(said) >= exact
     people = texts["people.md"]
-    assert f"right in at most {epsilon_text(50 * (1 + tests.advantage), 3)} of 100" in people
-    found = float(re.search(r"1 in 1,000 \| at most ([\d.]+) in 100", people)[1])
+    assert f"right at most {epsilon_text(50 * (1 + tests.advantage), 3)} % of the time" in people
+    found = float(re.search(r"1 in 1,000 \| at most ([\d.]+) %", people)[1])
     assert found == float(epsilon_text(100 * tests.true_positive_rate(1e-3), 3))
     twice = (1 + math.exp(exact)) * report.delta
     assert f"ε = {epsilon_text(2 * exact)} at δ = {epsilon_text(twice, 3)}" in people
@@ -158,3 +158,11 @@ def test_the_annex_computes_what_page_one_says(folder, texts, monkeypatch):
 def test_the_page_about_reports_leads_to_them(folder, texts):
     page = (folder.parent / "report.md").read_text("utf-8")
     assert [name for name in texts if f"(reports/{name})" not in page] == []
+
+
+def test_the_page_about_reports_shows_the_short_form(folder):
+    """Else: print(read_report(...)) of the run in docs/reports."""
+    (path,) = folder.glob(PATTERN)
+    page = (folder.parent / "report.md").read_text("utf-8")
+    assert f"```text\n{read_report(path)}\n```" in page
+    assert len(str(read_report(path)).splitlines()) == 9

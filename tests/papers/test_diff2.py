@@ -13,8 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diff2_formulas import paper_noise
 from torch import Tensor
 
+from lightning_dp import Diff2
+from lightning_dp.accounting.gdp import gdp_epsilon
 from lightning_dp.boundary import Query, Term, bounded_sum
 from lightning_dp.functional import flatten, unflatten
 
@@ -227,7 +230,7 @@ def test_without_noise_it_is_gradient_descent(example, folder):
     params = example.diff2_model.Network(data).start(0)
     losses, squares, lengths = [], [], []
     for done in range(41):
-        gradient = autograds(data, params).mean(0)
+        gradient = mean_gradient(data, params)
         if done % 20 == 0:
             losses.append(float((_outputs(params, data) - data.train.y[0]).square().mean()))
             squares.append(float(gradient.square().sum()))
@@ -238,6 +241,15 @@ def test_without_noise_it_is_gradient_descent(example, folder):
     np.testing.assert_allclose(trace.values[1], squares, rtol=1e-3)
     root_mean_square = float(np.mean(np.square(lengths[20:40]))) ** 0.5
     assert trace.step_length == pytest.approx(root_mean_square, rel=1e-3)
+
+
+def mean_gradient(data: Any, params: list[Tensor]) -> Tensor:
+    """Of the squared error over all records, by autograd in float64."""
+    point = [p.double().requires_grad_() for p in params]
+    x, y = data.train.x.double(), data.train.y[0].double()
+    hidden = torch.nn.functional.softplus(point[0] @ x)
+    outputs = point[1][0, :-1] @ hidden + point[1][0, -1]
+    return flatten(torch.autograd.grad((outputs - y).square().mean(), point))
 
 
 def _outputs(params: list[Tensor], data: Any) -> Tensor:
@@ -311,3 +323,32 @@ def test_the_quick_run_prints_its_tables_and_draws_its_picture(run_paper, folder
         assert float(epsilon) == pytest.approx(2.341 if "paper" in noise else 2.9985, abs=2e-3)
     assert (tmp_path / "pictures" / "california.png").stat().st_size > 20_000
     assert "DIFF2-GD, best split (c)" in (tmp_path / "pictures/california_tuning.csv").read_text()
+
+
+# -- the noise of the DIFF2 paper is that of Proposition 4.1, and more than its ε needs ----------
+
+
+# n = 16,512, R = 2000, ε = 3, δ = 1e-5, u = 1.25.
+@pytest.mark.parametrize(
+    ("interval", "sigmas"),
+    [
+        (6, (0.004287, 0.019148)),
+        (20, (0.002346, 0.020448)),
+        (60, (0.001368, 0.020800)),
+        (200, (0.000742, 0.020927)),
+        (1, (0.009382, 0.0)),
+    ],
+)
+def test_noise_of_the_paper(interval, sigmas):
+    noise = paper_noise(Diff2(interval), 3.0, 1e-5, steps=2000, num_records=16_512)
+    assert noise == pytest.approx(sigmas, abs=5e-7)
+
+
+@pytest.mark.parametrize("interval", [6, 20, 60, 200])
+def test_noise_of_the_paper_has_less_privacy_left_over_than_it_says(interval):
+    """Replace-one: z on the sum is n σ / 2. The paper's noise for ε = 3 is good for 2.34."""
+    noise = paper_noise(Diff2(interval), 3.0, 1e-5, steps=2000, num_records=16_512)
+    restarts = math.ceil(2000 / interval)
+    z1, z2 = (16_512 * sigma / 2 for sigma in noise)
+    mu = math.sqrt(restarts / z1**2 + (2000 - restarts) / z2**2)
+    assert gdp_epsilon(mu, 1e-5) == pytest.approx(2.34, abs=0.005)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dynamic_noise_formulas import (
+    fit_exponential,
+    paper_alpha,
+    paper_dynamic_gd_noise,
+    paper_noise,
+    paper_subsampled_budget,
+    paper_uniform_noise,
+    paper_uniform_steps,
+)
+from dynamic_noise_influence import quadratic_influence, retraining_influence
+
+from lightning_dp.accounting import PoissonGaussian, epsilon
+from lightning_dp.schedules import (
+    Constant,
+    Cosine,
+    DynamicGD,
+    Exponential,
+    FromInfluence,
+    Polynomial,
+)
 
 
 @pytest.fixture
@@ -95,3 +116,228 @@ def test_the_quick_run_prints_its_tables_and_draws_its_pictures(run_paper, mnist
     assert all(0.99 < epsilon <= 1 for epsilon in spent)
     for name in ("full_batch.png", "schedules.png"):
         assert (tmp_path / "pictures" / name).stat().st_size > 20_000
+
+
+# -- the dynamic-noise paper's formulas against its lemmas, and what its minibatch budget rea ----
+
+
+INFLUENCE = tuple(1.0 + (7 * t) % 13 for t in range(200))
+
+
+@pytest.mark.parametrize("influence", [[1.0, 2.0], [5.0, 1.0, 0.3], [0.1, 1.0, 10.0, 30.0, 2.0]])
+def test_lemma_4_1_is_the_schedule_made_from_the_influence(influence):
+    """That its shape is the minimum is tested with the schedule."""
+    stated = paper_noise(influence, budget=0.3927)
+    shape = [FromInfluence(tuple(influence))(step) for step in range(len(influence))]
+    np.testing.assert_allclose(np.array(shape) * stated[0], stated, rtol=1e-12)
+    value = sum(q * sigma**2 for q, sigma in zip(influence, stated, strict=True))
+    assert value == pytest.approx(sum(math.sqrt(q) for q in influence) ** 2 / 0.3927)
+
+
+def test_the_gain_over_constant_noise_is_the_variance_of_the_root():
+    """T Σ q - (Σ √q)² = T² Var(√q), Lemma 4.1."""
+    q = np.array(INFLUENCE)
+    constant = sum(q * np.square(paper_uniform_noise(len(q), budget=1.0)))
+    best = sum(q * np.square(paper_noise(INFLUENCE, budget=1.0)))
+    assert constant - best == pytest.approx(len(q) ** 2 * np.var(np.sqrt(q)))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 30, 100])
+def test_the_papers_noise_spends_exactly_the_budget(steps):
+    budget = 0.3927
+    for noise in (
+        paper_noise(INFLUENCE[:steps], budget),
+        paper_uniform_noise(steps, budget),
+        paper_dynamic_gd_noise(kappa=7.0, steps=steps, budget=budget),
+    ):
+        assert len(noise) == steps
+        assert sum(sigma**-2 for sigma in noise) == pytest.approx(budget, rel=1e-12)
+
+
+@pytest.mark.parametrize(("kappa", "steps"), [(1.5, 5), (10.0, 40), (300.0, 100)])
+def test_theorem_4_3_is_lemma_4_1_with_the_influence_of_theorem_4_1(kappa, steps):
+    gamma = 1 - 1 / kappa
+    by_lemma = paper_noise([gamma ** (steps - t) for t in range(1, steps + 1)], budget=0.5)
+    by_theorem = paper_dynamic_gd_noise(kappa, steps, budget=0.5)
+    shape = DynamicGD(kappa)
+
+    np.testing.assert_allclose(by_theorem, by_lemma, rtol=1e-9)
+    np.testing.assert_allclose([by_theorem[0] * shape(t) for t in range(steps)], by_lemma)
+
+
+def test_alpha_turns_the_noise_into_the_bound_of_theorem_4_1():
+    """R q_t σ_t² with q_t = α γ^(T-t) is (M d / 2) (G σ_t / (M N))² over the first excess."""
+    budget, smoothness, n, d, clip, excess, sigma = 0.4, 3.0, 500, 20, 2.0, 0.7, 5.0
+    alpha = paper_alpha(
+        budget=budget,
+        smoothness=smoothness,
+        num_records=n,
+        dimension=d,
+        clip_norm=clip,
+        initial_excess=excess,
+    )
+    noise_term = smoothness * d / 2 * (clip * sigma / (smoothness * n)) ** 2
+    assert budget * alpha * sigma**2 == pytest.approx(noise_term / excess)
+
+
+@pytest.mark.parametrize(("kappa", "alpha"), [(5.0, 1e-3), (20.0, 1e-5)])
+def test_the_uniform_t_is_of_the_order_of_the_best_one(kappa, alpha):
+    recommended = paper_uniform_steps(kappa, alpha)
+    assert recommended == math.ceil(kappa * math.log(1 + 1 / (kappa * alpha)))
+    # Theorem 4.2 holds up to a constant factor; the values here are within 1.6.
+    gamma = 1 - 1 / kappa
+
+    def bound(steps: int) -> float:
+        """Theorem 4.1 with constant noise."""
+        return gamma**steps + alpha * steps * float(np.sum(gamma ** np.arange(steps)))
+
+    assert recommended / 1.6 < min(range(1, 3000), key=bound) < recommended * 1.6
+    assert paper_uniform_steps(kappa, 10 * alpha) < recommended
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: paper_noise([1.0, math.nan], 1.0), r"influence=nan"),
+        (lambda: paper_uniform_noise(5, math.nan), r"budget=nan"),
+        (lambda: paper_subsampled_budget(1.0, math.nan), r"sample_rate=nan"),
+        (lambda: paper_uniform_steps(math.nan, 0.1), r"kappa=nan"),
+    ],
+)
+def test_a_bad_argument_is_refused_by_name_and_value(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_the_papers_subsampled_budget_is_far_from_private():
+    """18.99 where 4 is claimed, for q = .01 and T = 1000 (dp-accounting's PLD)."""
+    budget = paper_subsampled_budget(0.3927, sample_rate=0.01)
+    sigma = paper_uniform_noise(1000, budget)[0]
+    true = epsilon([(PoissonGaussian(sigma, 0.01), 1000)], delta=1e-8)
+    assert true == pytest.approx(18.99, rel=0.01)
+
+
+# -- the influence estimators against exact influence, and the exponential fit against lstsq -----
+
+
+EIGENVALUES = [0.2, 1.0, 3.0]
+RATE, STD = 0.3, 0.05
+
+
+def expected_loss(noise_multipliers: list[float]) -> float:
+    """E f(θ_(T+1)) of noisy descent on a quadratic, by carrying the second moments along."""
+    curvature = torch.diag(torch.tensor(EIGENVALUES, dtype=torch.float64))
+    rotation, _ = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))
+    hessian = rotation @ curvature @ rotation.T
+    start = rotation @ torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    moment = torch.outer(start, start)
+    step = torch.eye(3, dtype=torch.float64) - RATE * hessian
+    for sigma in noise_multipliers:
+        moment = step @ moment @ step.T
+        moment += (RATE * STD * sigma) ** 2 * torch.eye(3, dtype=torch.float64)
+    return float(0.5 * torch.trace(hessian @ moment))
+
+
+def test_quadratic_influence_is_the_exact_derivative_of_the_expected_loss():
+    steps = 12
+    stated = quadratic_influence(EIGENVALUES, learning_rate=RATE, steps=steps, noise_std=STD)
+    base = [2.0] * steps
+    for step in range(steps):
+        more = [*base[:step], 3.0, *base[step + 1 :]]
+        slope = (expected_loss(more) - expected_loss(base)) / (3.0**2 - 2.0**2)
+        assert stated[step] == pytest.approx(slope, rel=1e-6)
+
+
+def test_equal_eigenvalues_have_an_exponential_influence():
+    influence = quadratic_influence([0.5] * 4, learning_rate=0.2, steps=30)
+    ratios = np.divide(influence[1:], influence[:-1])
+    np.testing.assert_allclose(ratios, (1 - 0.1) ** -2)
+
+
+def test_retraining_finds_the_exact_influence_where_the_loss_is_exact():
+    steps = 8
+    fit = retraining_influence(expected_loss, [2.0] * steps, values=[1.0, 3.0, 9.0])
+    exact = quadratic_influence(EIGENVALUES, learning_rate=RATE, steps=steps, noise_std=STD)
+    np.testing.assert_allclose(fit.influence, exact, rtol=1e-6)
+    assert fit.constant[0] == pytest.approx(expected_loss([0.0] + [2.0] * (steps - 1)))
+    assert max(fit.standard_error) < 1e-8
+
+
+def test_retraining_finds_the_influence_in_noise_within_its_standard_errors():
+    rng = np.random.default_rng(0)
+    steps, values = 4, [1.0, 20.0, 40.0]
+
+    def train(sigmas: list[float]) -> float:
+        point = np.array([1.0, -2.0, 0.5])
+        for sigma in sigmas:
+            gradient = np.array(EIGENVALUES) * point
+            point = point - RATE * (gradient + STD * sigma * rng.standard_normal(3))
+        return float(0.5 * np.dot(EIGENVALUES, point**2))
+
+    fit = retraining_influence(train, [5.0] * steps, values=values, repeats=300, steps=[0, 3])
+    exact = quadratic_influence(EIGENVALUES, learning_rate=RATE, steps=steps, noise_std=STD)
+    assert fit.steps == (0, 3)
+    for step, c2, error in zip(fit.steps, fit.influence, fit.standard_error, strict=True):
+        assert abs(c2 - exact[step]) < 4 * error
+        assert error < 0.2 * exact[step]  # so that a factor of two would be seen
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: quadratic_influence([], learning_rate=0.1, steps=3), "eigenvalues"),
+        (lambda: quadratic_influence([math.nan], learning_rate=0.1, steps=3), "eigenvalues"),
+        (lambda: quadratic_influence([-1.0], learning_rate=0.1, steps=3), "eigenvalues"),
+        (lambda: quadratic_influence([0.0], learning_rate=0.1, steps=3), "not positive"),
+        (lambda: quadratic_influence([10.0], learning_rate=0.1, steps=3), "not positive"),
+        (lambda: quadratic_influence([1.0], learning_rate=math.nan, steps=3), "rate=nan"),
+        (lambda: quadratic_influence([1.0], learning_rate=0.1, steps=0), "steps=0"),
+        (
+            lambda: quadratic_influence([1.0], learning_rate=0.1, steps=3, noise_std=math.nan),
+            "noise_std=nan",
+        ),
+        (lambda: retraining_influence(sum, [1.0], values=[1.0, 1.0]), "two different"),
+        (lambda: retraining_influence(sum, [1.0], values=[1.0, math.nan]), "two different"),
+        (lambda: retraining_influence(sum, [1.0], values=[1.0, 2.0], repeats=0), "repeats=0"),
+        (lambda: retraining_influence(sum, [1.0], values=[1.0, 2.0], steps=[1]), "steps holds 1"),
+        (
+            lambda: retraining_influence(lambda s: math.nan, [1.0], values=[1.0, 2.0]),
+            "not finite with the noise of step 0",
+        ),
+    ],
+)
+def test_a_bad_argument_is_refused_by_name(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_retraining_changes_one_step_at_a_time_and_leaves_the_callers_list_alone():
+    seen = []
+    around = [1.0, 2.0, 3.0]
+    retraining_influence(lambda s: seen.append(s) or 0.0, around, values=[8.0, 9.0], repeats=2)
+    assert around == [1.0, 2.0, 3.0]
+    assert len(seen) == 3 * 2 * 2
+    for sigmas in seen:
+        assert sum(a != b for a, b in zip(sigmas, around, strict=True)) == 1
+
+
+@pytest.mark.parametrize("steps", [2, 7, 100])
+@pytest.mark.parametrize("schedule", [Polynomial(100, 0.2), Cosine(60, 0.5), Constant()])
+def test_the_fit_is_numpys_least_squares_line_through_the_logarithms(schedule, steps):
+    design = np.stack([np.ones(steps), -np.arange(steps)], axis=1)
+    logs = np.log([schedule(t) for t in range(steps)])
+    (_, rate), *_ = np.linalg.lstsq(design, logs, rcond=None)
+    assert fit_exponential(schedule, steps).rate == pytest.approx(rate, abs=1e-12)
+
+
+def test_the_fit_of_an_exponential_is_itself():
+    assert fit_exponential(Exponential(0.03), 80).rate == pytest.approx(0.03, rel=1e-9)
+    assert fit_exponential(DynamicGD(9.0), 80).rate == pytest.approx(-math.log(8 / 9) / 4)
+    doubling = FromInfluence(tuple(16.0**t for t in range(20)))  # the noise halves every step
+    assert fit_exponential(doubling, 20).rate == pytest.approx(math.log(2), rel=1e-9)
+
+
+def test_the_fit_to_one_step_is_constant_and_to_none_is_refused():
+    assert fit_exponential(Exponential(0.5), 1) == Exponential(0.0)
+    with pytest.raises(ValueError, match=r"fit_exponential\(steps=0\)"):
+        fit_exponential(Constant(), 0)

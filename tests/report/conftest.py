@@ -13,8 +13,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_dp.accounting import PoissonGaussian, epsilon
+from lightning_dp.accounting.charges import Charges
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.report.command import main
+from lightning_dp.report import PrivacyReport
+from lightning_dp.report.__main__ import main
 from lightning_dp.schedules import AbstractAdaptiveSchedule
 
 
@@ -115,6 +118,36 @@ class AtRunTime(AbstractAdaptiveSchedule):
 @pytest.fixture
 def at_run_time() -> AtRunTime:
     return AtRunTime()
+
+
+EVENTS = [(PoissonGaussian(1.2, 0.0465), 129)]
+ID = "0123456789abcdef"
+
+
+@pytest.fixture
+def report_of() -> Callable[..., PrivacyReport]:
+    """A report of 129 steps on 22,000 records."""
+
+    def make(**changes: Any) -> PrivacyReport:
+        return PrivacyReport(
+            **{
+                "epsilon": epsilon(EVENTS, 1e-5),
+                "delta": 1e-5,
+                "relation": "add_remove",
+                "steps": 129,
+                "target_epsilon": 3.0,
+                "private": True,
+                "seeded": False,
+                "accountant": "PLD",
+                "num_records": 22_000,
+                "ledger_id": ID,
+                "journal": f"/home/alice/private/{ID}.journal",
+                "events": Charges({"a" * 16: EVENTS}),
+                **changes,
+            }
+        )
+
+    return make
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
-"""The command prints a report, and names what does not agree."""
+"""The command prints a report, names each contradiction, adds ledgers up, and writes a page."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import stat
 import subprocess
 import sys
 
@@ -12,14 +14,15 @@ import torch
 from lightning_dp.accounting import PoissonGaussian, epsilon, epsilon_text
 from lightning_dp.accounting.journal import Journal
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.federated.spending import Spending
+from lightning_dp.federated.ledger import ReleaseLedger, Spending
+from lightning_dp.report.files import read_report
 
 EVENT = PoissonGaussian(1.5, 0.1)
+TWELVE = epsilon([(EVENT, 12)], 1e-5)
 
 
 def test_it_runs_as_a_module_and_loads_nothing_that_trains(saved):
-    fitted, path = saved
+    _, path = saved
 
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "lightning_dp.report", path],
@@ -28,15 +31,11 @@ def test_it_runs_as_a_module_and_loads_nothing_that_trains(saved):
     )
 
     assert done.returncode == 0
-    assert (
-        f"ε = {epsilon_text(fitted.privacy.epsilon)} at δ = 1e-05 (add_remove), 12 steps"
-        in done.stdout
-    )
-    assert f"charged: 12 × {EVENT}" in done.stdout
+    assert f"ε = {epsilon_text(TWELVE)} at δ = 1e-05 (add_remove), 12 steps" in done.stdout
     assert done.stdout.rstrip().endswith("all agrees")
-    said = done.stderr.splitlines()
-    assert [line for line in said if not line.startswith("import time:")] == []
-    loaded = {line.rpartition("|")[2].strip() for line in said}
+    printed = done.stderr.splitlines()
+    assert [line for line in printed if not line.startswith("import time:")] == []
+    loaded = {line.rpartition("|")[2].strip() for line in printed}
     assert "lightning_dp.report.content" in loaded
     for package in ("federated", "strategies", "callbacks", "audit", "isolation", "gradients"):
         assert f"lightning_dp.{package}" not in loaded
@@ -50,23 +49,22 @@ def test_help_names_what_it_takes_and_how_it_ends(command):
         assert words in output
 
 
-def test_a_folder_is_checked_as_a_whole(saved, command, tmp_path):
+def test_a_folder_is_checked_as_a_whole_and_left_as_it_is(saved, command, tmp_path):
     _, path = saved
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
 
     status, output = command(tmp_path, "--json")
 
     found = json.loads(output)
-    assert status == 0 and found["agrees"]
+    assert status == 0 and found["agrees"] and found["total"] is None
     assert sorted(each["kind"] for each in found["documents"]) == ["checkpoint", "report"]
     for each in found["documents"]:
-        assert each["epsilon"] == pytest.approx(epsilon([(EVENT, 12)], 1e-5))
-        assert each["journal_steps"] == 12
+        assert each["epsilon"] == pytest.approx(TWELVE) and each["journal_steps"] == 12
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
     assert command(path.parent)[0] == 0
 
 
-def test_a_moved_journal_is_found_below_the_folder_or_where_it_is_said_to_be(saved, command):
+def test_a_moved_journal_is_found_below_the_folder_or_by_its_option(saved, command):
     fitted, path = saved
     moved = path.parent / "elsewhere" / fitted.journal.name
     moved.parent.mkdir()
@@ -96,18 +94,17 @@ def test_a_running_training_is_neither_disturbed_nor_misread(saved, command):
     running.close()
 
 
-def test_a_journal_by_itself_needs_delta(saved, command):
-    fitted, _ = saved
+def test_a_journal_by_itself_needs_delta_and_has_no_page(saved, command, tmp_path):
+    journal, page = saved[0].journal, tmp_path / "page.html"
 
-    status, output = command(fitted.journal)
-    assert status == 2 and "a journal does not know δ: give --delta" in output
-
-    status, output = command(fitted.journal, "--delta", "1e-5")
+    status, output = command(journal)
+    assert status == 2 and "a journal does not record δ: give --delta" in output
+    status, output = command(journal, "--delta", "1e-5")
     assert status == 0
-    assert (
-        f"ε = {epsilon_text(fitted.privacy.epsilon)} at δ = 1e-05 (add_remove), 12 steps" in output
-    )
-    assert command(fitted.journal, "--delta", "2")[0] == 2
+    assert f"ε = {epsilon_text(TWELVE)} at δ = 1e-05 (add_remove), 12 steps" in output
+    assert command(journal, "--delta", "2")[0] == 2
+    status, output = command(journal, "--delta", "1e-5", "--html", page)
+    assert status == 2 and "holds no report" in output and not page.exists()
 
 
 def test_a_federated_clients_journal_shows_epsilon_of_the_data_set_and_of_each_federation(
@@ -129,7 +126,7 @@ def test_a_federated_clients_journal_shows_epsilon_of_the_data_set_and_of_each_f
 
 
 @pytest.mark.parametrize("name", ["nothing", "empty", "text.ckpt", "text.json"])
-def test_what_is_no_record_of_privacy_is_refused(tmp_path, command, name):
+def test_a_path_without_a_record_of_privacy_is_refused(tmp_path, command, name):
     (tmp_path / "empty").mkdir()
     for text in ("text.ckpt", "text.json"):
         (tmp_path / text).write_text("[]")
@@ -139,40 +136,33 @@ def test_what_is_no_record_of_privacy_is_refused(tmp_path, command, name):
     assert status == 2 and name in output
 
 
-def test_a_checkpoint_that_could_run_code_is_not_loaded(saved, command, at_run_time):
+def test_files_that_cannot_be_checked_are_named(saved, command, at_run_time):
+    """A checkpoint without privacy is a note; one that could run code, or is damaged, is a problem."""
     path = saved[1]
-    content = torch.load(path, weights_only=True)
-    torch.save({**content, "hyper_parameters": at_run_time}, path)
-
-    status, output = command(path)
-
-    assert status == 2
-    assert "could run code" in output and "run's report file" in output
-
-
-def test_a_checkpoint_of_a_run_without_privacy_is_a_note_in_a_folder(saved, command):
-    path = saved[1]
-    torch.save({"state_dict": {}}, path.with_name("baseline.ckpt"))
-
+    plain, code = path.with_name("baseline.ckpt"), path.with_name("code.ckpt")
+    torch.save({"state_dict": {}}, plain)
     status, output = command(path.parent)
-
     assert status == 0
-    assert "baseline.ckpt is no checkpoint of a private run: it holds no ledger" in output
-    assert command(path.with_name("baseline.ckpt"))[0] == 2
+    assert "baseline.ckpt is not a checkpoint of a private run: it holds no ledger" in output
+    assert command(plain)[0] == 2
 
-
-def test_a_file_in_a_folder_that_cannot_be_read_is_named(saved, command):
-    path = saved[1]
+    content = torch.load(path, weights_only=True)
+    torch.save({**content, "hyper_parameters": at_run_time}, code)
     (path.parent / "bad.ckpt").write_text("")
-
+    status, output = command(code)
+    assert status == 2 and "could run code" in output and "run's report file" in output
     status, output = command(path.parent)
+    assert status == 1 and "2 PROBLEMS FOUND" in output and "bad.ckpt" in output
 
-    assert status == 1 and "PROBLEM" in output and "bad.ckpt" in output
+
+# -- several ledgers ---------------------------------------------------------------------------
 
 
 def test_the_total_of_a_folder_counts_every_ledger_once(fit, command, tmp_path):
+    """Also one without a report here, by its journal."""
     trials = [fit() for _ in range(3)]
     trials[0].trainer.save_checkpoint(tmp_path / "saved" / "first.ckpt")
+    next(path for path in trials[2].reports if trials[2].id in path.name).unlink()
 
     status, output = command(tmp_path)
 
@@ -184,19 +174,6 @@ def test_the_total_of_a_folder_counts_every_ledger_once(fit, command, tmp_path):
     ) in output
     found = json.loads(command(tmp_path, "--json")[1])["total"]
     assert found["epsilon"] == pytest.approx(together) and found["ledgers"] == 3
-
-
-def test_the_total_counts_a_journal_that_nothing_speaks_of(fit, command, tmp_path):
-    first, second = fit(), fit()
-    for path in second.reports:
-        if second.id in path.name:
-            path.unlink()
-
-    status, output = command(tmp_path)
-
-    assert status == 0 and first.id != second.id
-    together = epsilon_text(epsilon([(EVENT, 24)], 1e-5))
-    assert f"ε = {together} at δ = 1e-05 (add_remove), 24 steps" in output
 
 
 def test_the_total_of_noise_chosen_at_run_time_is_that_of_whole_budgets(
@@ -215,27 +192,236 @@ def test_the_total_of_noise_chosen_at_run_time_is_that_of_whole_budgets(
     assert command(tmp_path)[0] == 0
     found = json.loads(command(tmp_path, "--json")[1])["total"]
     assert found["delta"] == pytest.approx(3e-5)
-    assert found["epsilon"] == pytest.approx(2.0 + epsilon([(EVENT, 12)], 1e-5))
+    assert found["epsilon"] == pytest.approx(2.0 + TWELVE)
 
 
-def test_one_ledger_has_no_total(saved, command, tmp_path):
-    assert "total of" not in command(tmp_path)[1]
+def test_the_journal_of_a_refused_fit_is_a_note(saved, command, tmp_path):
+    Journal(saved[0].journal.with_name("0" * 16 + ".journal"), "0" * 16).close()
+
+    status, output = command(tmp_path)
+
+    assert status == 0 and "total of" not in output
+    assert "0.journal: no charges, as after a fit that was refused" in output
 
 
-def test_the_total_of_a_folder_with_a_seeded_training_promises_nothing(fit, command, tmp_path):
+@pytest.mark.parametrize(
+    "options", [{"seed": 3, "noise_multiplier": 1.0}, {"noise_multiplier": 0.0}]
+)
+def test_a_ledger_without_a_guarantee_leaves_none_and_the_others_stand_beside(
+    options, fit, command, tmp_path
+):
     fit()
-    seeded = DifferentialPrivacy(
-        target_delta=1e-5, noise_multiplier=1.0, seed=3, isolation_probe=False
-    )
-    fit(privacy=seeded)
+    privacy = DifferentialPrivacy(target_delta=1e-5, isolation_probe=False, **options)
+    fit(privacy=privacy)
+    name = privacy.report().ledger_id
 
     total = json.loads(command(tmp_path, "--json")[1])["total"]
-    assert total["epsilon"] == "inf" and total["seeded"] == [seeded.report().ledger_id]
-    assert "ε = inf" in (text := command(tmp_path)[1].rpartition("== total")[2])
-    assert f"NOT PRIVATE (a seed was set: {total['seeded'][0]})" in text
+
+    assert total["epsilon"] == "inf" and total["apart"] == [name]
+    assert total["seeded"] == ([name] if "seed" in options else [])
+    assert total["epsilon_of_others"] == pytest.approx(TWELVE)
+    line = command(tmp_path)[1].rpartition("== total")[2]
+    assert "ε = inf" in line and f"ε = {epsilon_text(TWELVE)} without {name}, if nobody saw" in line
+    assert ("NOT PRIVATE (a seed was set" in line) == ("seed" in options)
 
 
-def test_a_page_for_a_folder_that_is_not_there_is_refused_by_its_name(saved, command, tmp_path):
-    status, output = command(saved[1], "--html", tmp_path / "pages" / "run.html")
+# -- contradictions ----------------------------------------------------------------------------
+
+
+def report_field(**values):
+    """Change the report, in its file or in the checkpoint."""
+    return lambda record: record.get("report", record).update(values)
+
+
+def first_charge(record, change):
+    (charges,) = record["ledger"]["runs"].values()
+    change(charges[0])
+
+
+def with_less_charges(record):
+    first_charge(record, lambda charge: charge.__setitem__(1, charge[1] - 1))
+
+
+def with_more_noise(record):
+    first_charge(record, lambda charge: charge[0].update(noise_multiplier=3.0))
+
+
+def of_an_older_version(record):
+    with_less_charges(record)
+    record.pop("report")
+
+
+EDITED_REPORTS = [
+    (report_field(epsilon=1.01 * TWELVE), f"its events give ε = {epsilon_text(TWELVE, 6)}"),
+    (report_field(epsilon=0.99 * TWELVE), f"its events give ε = {epsilon_text(TWELVE, 6)}"),
+    (report_field(steps=11), "it says 11 steps, its events are 12"),
+    (report_field(delta=1e-3), "its events give ε"),
+    (report_field(relation="replace_one"), "its events give ε"),
+    (report_field(private=False), "it says private: False"),
+    (report_field(seeded=True), "it says private: True"),
+    (report_field(epsilon_of_plan=0.1), "it says ε = 0.1 for the whole plan"),
+    (report_field(accountant="other", epsilon=0.5 * TWELVE), "its events give ε"),
+]
+EDITED_FILES = [*EDITED_REPORTS, (report_field(ledger_id="0123"), "belongs to ledger")]
+EDITED_CHECKPOINTS = [
+    *EDITED_REPORTS[:2],
+    (report_field(ledger_id="0123"), "its report says ledger_id=0123, its ledger and"),
+    (report_field(delta=2e-5), "its report says delta=2e-05"),
+    (with_less_charges, "it says 12 steps, its events are 11"),
+    (of_an_older_version, "its weights went through 12 private steps, 11 are charged"),
+    (with_more_noise, "contradict each other"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "edits"), [("report", EDITED_FILES), ("checkpoint", EDITED_CHECKPOINTS)]
+)
+def test_an_edited_document_is_found(kind, edits, saved, command, edit_json, edit_checkpoint):
+    path = saved[1] if kind == "checkpoint" else saved[0].reports[0]
+    original = path.read_bytes()
+    for edit, problem in edits:
+        (edit_checkpoint if kind == "checkpoint" else edit_json)(path, edit)
+
+        status, output = command(path)
+
+        assert status == 1 and "PROBLEM: " in output and problem in output
+        path.write_bytes(original)
+
+
+def lose_charges(fitted, fit):
+    """Lose the last charges, and what says which weights were released."""
+    lines = fitted.journal.read_bytes().splitlines(True)
+    charges = [line for line in lines if b"[null," not in line]
+    fitted.journal.write_bytes(b"".join(charges[:-2]))
+
+
+def take_another(fitted, fit):
+    shutil.copy(fit().journal, fitted.journal)
+
+
+def lose_the_file(fitted, fit):
+    fitted.journal.unlink()
+
+
+def damage(fitted, fit):
+    fitted.journal.write_bytes(fitted.journal.read_bytes().replace(b"1.5", b"9.5"))
+
+
+@pytest.mark.parametrize(
+    ("change", "problems"),
+    [
+        (lose_charges, ["has 12 charges here and 10 in the journal"]),
+        (take_another, ["belongs to ledger"]),
+        (lose_the_file, ["does not exist", "is unknown", "--journal"]),
+        (damage, ["checksum", "is unknown", "--journal"]),
+    ],
+)
+def test_a_journal_that_holds_less_than_its_documents_is_found(
+    change, problems, saved, fit, command
+):
+    fitted, path = saved
+    documents = (path, fitted.reports[0])
+    change(fitted, fit)
+
+    for document in documents:
+        status, output = command(document)
+        assert status == 1 and all(problem in output for problem in problems)
+
+
+def test_steps_beyond_a_checkpoint_are_noted_and_counted(fit, saved, command):
+    path = saved[1]
+    fit(path, max_steps=20)
+    fit(path, max_steps=15)
+
+    status, output = command(path)
+
+    assert status == 0
+    assert "note: the journal has 11 steps beyond this checkpoint" in output
+    assert f"ε = {epsilon_text(epsilon([(EVENT, 23)], 1e-5))} at δ = 1e-05, 23 steps" in output
+    assert f"its own events: ε = {epsilon_text(TWELVE)}" in output
+
+
+def test_a_run_with_noise_chosen_at_run_time_claims_its_whole_budget(
+    fit, command, edit_json, at_run_time
+):
+    privacy = DifferentialPrivacy(
+        target_epsilon=3.0,
+        noise_multiplier=1.5,
+        noise_schedule=at_run_time,
+        target_delta=1e-5,
+        isolation_probe=False,
+    )
+    (path,) = fit(privacy=privacy).reports
+    assert read_report(path).claims_budget
+    assert command(path)[0] == 0
+
+    edit_json(path, report_field(epsilon=2.0))
+    assert command(path)[0] == 1
+
+
+def test_an_accountant_of_another_version_may_be_less_tight(saved, command, edit_json):
+    path = saved[0].reports[0]
+    edit_json(path, report_field(accountant="other", epsilon=1.5 * TWELVE))
+    status, output = command(path)
+    assert status == 0
+    assert "note: its accountant 'other' is not of this version: compared with PLD" in output
+
+
+# -- the page ----------------------------------------------------------------------------------
+
+
+def test_a_page_is_written_for_its_reader_alone(saved, command, tmp_path):
+    fitted, path = saved
+    page = tmp_path / "page.html"
+    stated = {
+        "data-set": "visits of 2024",
+        "record": "one visit",
+        "controller": "City clinic",
+        "trained-by": "Institute",
+    }
+
+    def written(*arguments):
+        assert command(path, "--html", page, *arguments)[0] == 0
+        return page.read_text("utf-8")
+
+    text = written(*(word for name, words in stated.items() for word in (f"--{name}", words)))
+    assert all(f"{word} (stated, not checked)" in text for word in stated.values())
+    assert "ε was computed again from the list of all steps, and it agrees" in text
+    assert "holds all these steps" in text and fitted.id in text
+    assert "What is promised" in text and "<h2>Annex for engineers</h2>" in text
+    assert stat.S_IMODE(page.stat().st_mode) == 0o600
+    text = written("--for", "people")
+    assert "What is promised" in text and "noise schedule" not in text and fitted.id in text
+    text = written("--for", "engineers")
+    assert "What is promised" not in text and "noise schedule" in text and fitted.id in text
+
+    for unusable in (["--for", "lawyers"], ["--record", ""]):
+        assert command(path, "--html", page, *unusable)[0] == 2
+    status, output = command(path, "--html", tmp_path / "pages" / "run.html")
     assert status == 2
     assert output.strip().endswith(f"there is no folder {tmp_path / 'pages'}.")
+
+
+def test_the_page_counts_more_steps_of_the_journal_and_names_other_ledgers(
+    fit, saved, command, tmp_path
+):
+    _, path = saved
+    longer, page = fit(path, max_steps=30).privacy, tmp_path / "page.html"
+    fit()
+
+    assert command(path, "--html", page)[0] == 0
+    text = page.read_text("utf-8")
+    assert f"ε = {epsilon_text(longer.epsilon)} (epsilon)" in text
+    assert "The journal holds more training from the same ledger" in text
+    assert "1 other ledger was found next to this one" in text.replace("\n", " ")
+    assert "they promise together ε = " in text
+
+
+def test_a_contradiction_is_the_first_thing_on_the_page(saved, command, tmp_path, edit_json):
+    report, page = saved[0].reports[0], tmp_path / "page.html"
+    edit_json(report, report_field(epsilon=0.5))
+
+    assert command(report, "--html", page)[0] == 1
+    text = page.read_text("utf-8")
+    assert text.index("This does not agree, so do not rely on this page") < text.index("In short")
+    assert "it agrees" not in text

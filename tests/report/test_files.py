@@ -55,8 +55,7 @@ def test_it_reads_back_as_the_run_tells_it(fit):
     assert "tests on other private data (validation)" in page
 
 
-@pytest.mark.parametrize("where", [None, "a", "logs/version_0"])
-@pytest.mark.parametrize("logs", [True, False])
+@pytest.mark.parametrize(("where", "logs"), [(None, True), ("logs/version_0", True), ("a", False)])
 def test_every_file_of_a_checkpoint_folder_is_a_checkpoint(fit, tmp_path, where, logs):
     folder = None if where is None else tmp_path / where
     saving = (
@@ -80,6 +79,7 @@ def test_every_file_of_a_checkpoint_folder_is_a_checkpoint(fit, tmp_path, where,
 def test_it_is_in_the_loggers_folder_unless_checkpoints_go_there(fit, tmp_path):
     saving = ModelCheckpoint(tmp_path / "logs" / "version_1")
 
+    assert fit(max_epochs=0, max_steps=-1).reports == []  # no step was charged
     first = fit(logger=CSVLogger(tmp_path, name="logs"))
     assert [path.parent for path in first.reports] == [tmp_path / "logs" / "version_0"]
     fit(logger=CSVLogger(tmp_path, name="logs"), callbacks=(saving,))
@@ -87,12 +87,6 @@ def test_it_is_in_the_loggers_folder_unless_checkpoints_go_there(fit, tmp_path):
         tmp_path / "logs" / "version_0",
         tmp_path / "privacy",
     }
-
-
-def test_it_is_beside_the_journal_without_loggers(fit, tmp_path):
-    fitted = fit(logger=False, callbacks=(ModelCheckpoint(tmp_path / "a"),))
-
-    assert [path.parent for path in fitted.reports] == [tmp_path / "privacy"]
 
 
 def test_a_fast_dev_run_charges_and_leaves_nothing(fit, said, tmp_path):
@@ -104,33 +98,14 @@ def test_a_fast_dev_run_charges_and_leaves_nothing(fit, said, tmp_path):
     (line,) = said
     assert "after 2 noised steps; " in line and line.endswith("; report: none in a fast_dev_run")
 
-
-def test_what_a_fast_dev_run_spent_is_in_the_journal_of_the_next_fit(fit, tmp_path):
-    tried = fit(fast_dev_run=3)
-    assert list(tmp_path.iterdir()) == []
-    fitted = fit(privacy=tried.privacy)
-
-    counts = [charges[0][1] for charges in read_journal(fitted.journal)[1].values()]
-    assert counts == [3, 12] and fitted.privacy.steps == 15
-    assert [read_report(path).steps for path in fitted.reports] == [15]
-
-
-def test_a_fast_dev_run_of_a_ledger_that_has_its_journal_is_in_it(fit, saved, tmp_path):
-    first, _ = saved
+    fit(privacy=fitted.privacy)  # what it spent is in the journal of the next fit
+    journal = Path(fitted.privacy.report().journal)
+    assert [charges[0][1] for charges in read_journal(journal)[1].values()] == [2, 12]
+    assert [read_report(path).steps for path in fitted.reports] == [14]
     files = sorted(tmp_path.rglob("*"))
-    fit(privacy=first.privacy, fast_dev_run=True)
-
+    fit(privacy=fitted.privacy, fast_dev_run=True)  # of a ledger that has its journal
     assert sorted(tmp_path.rglob("*")) == files
-    assert read_journal(first.journal)[1].total == 13
-
-
-def test_a_checkpoint_by_hand_renews_the_report(saved):
-    fitted, _ = saved
-    (report,) = fitted.reports
-    report.unlink()
-    fitted.trainer.save_checkpoint(report.with_name("again.ckpt"))
-
-    assert fitted.reports == [report]
+    assert read_journal(journal)[1].total == 15
 
 
 def test_the_report_is_never_older_than_a_checkpoint(fit, tmp_path):
@@ -171,33 +146,6 @@ def test_a_resumed_run_replaces_its_report_and_another_run_does_not(fit, saved, 
     assert read_report(reports[f"privacy_report-{other.id}.json"]).steps == 12
 
 
-def test_one_line_at_the_end_tells_epsilon_and_the_file(fit, said):
-    privacy = DifferentialPrivacy(
-        target_epsilon=1.0,
-        noise_multiplier=2.0,
-        target_delta=1e-5,
-        isolation_probe=False,
-        spot_checks=False,
-    )
-    fitted = fit(privacy=privacy, max_steps=-1, max_epochs=50)
-
-    (path,) = fitted.reports
-    assert said == [
-        f"privacy: ε = {epsilon_text(privacy.epsilon)} of 1 at δ = 1e-05 (add_remove) after "
-        f"{privacy.steps} noised steps; privacy budget reached; "
-        f"isolation of records was not checked; report: {path}"
-    ]
-
-
-def test_the_line_of_a_seeded_run_says_that_it_is_not_private(fit, said):
-    privacy = DifferentialPrivacy(
-        noise_multiplier=2.0, target_delta=1e-5, seed=0, isolation_probe=False
-    )
-    fit(privacy=privacy)
-
-    assert said[0].startswith("privacy: NOT PRIVATE (a seed was set): ε = ")
-
-
 def test_a_file_that_cannot_be_written_is_said_and_training_goes_on(fit, tmp_path, said):
     privacy = DifferentialPrivacy(noise_multiplier=1.5, target_delta=1e-5, isolation_probe=False)
     in_the_way = tmp_path / "privacy" / f"privacy_report-{privacy.report().ledger_id}.json"
@@ -228,12 +176,6 @@ def test_a_full_disk_leaves_the_old_report_whole(fit, tmp_path, monkeypatch, sai
     assert report.read_bytes() == before
     assert torch.load(path, weights_only=True)["lightning_dp"]["report"]["steps"] == 12
     assert [p.name for p in report.parent.iterdir() if p.name.startswith(".")] == []
-
-
-def test_nothing_is_written_before_a_step_was_charged(fit):
-    fitted = fit(max_epochs=0, max_steps=-1)
-
-    assert fitted.reports == []
 
 
 @pytest.mark.parametrize("weights_only", [False, True])

@@ -1,4 +1,4 @@
-"""Page one, the annex and the HTML file: what is said first, and nothing that nobody knows."""
+"""Page one, the annex and the HTML file: what comes first, and nothing that is not known."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from lightning_dp import About
 from lightning_dp.accounting import (
     ApproximateDP,
     Gaussian,
-    PoissonGaussian,
     epsilon,
     epsilon_text,
     trade_off,
@@ -22,45 +21,22 @@ from lightning_dp.accounting import (
 from lightning_dp.accounting.charges import Charges
 from lightning_dp.accounting.events import Voided
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.report import PrivacyReport
-from lightning_dp.report.html import document
-from lightning_dp.report.pages import draft, page
-from lightning_dp.report.people import Known
+from lightning_dp.report.content import Page, render
+from tests.report.conftest import EVENTS, ID
 
 matplotlib.use("Agg")
 
 DELTA = 1e-5
-EVENTS = [(PoissonGaussian(1.2, 0.0465), 129)]
-ID = "0123456789abcdef"
 
 
-def of(**changes):
-    """A report of 129 steps on 22,000 records."""
-    return PrivacyReport(
-        **{
-            "epsilon": epsilon(EVENTS, DELTA),
-            "delta": DELTA,
-            "relation": "add_remove",
-            "steps": 129,
-            "target_epsilon": 3.0,
-            "private": True,
-            "seeded": False,
-            "accountant": "PLD",
-            "num_records": 22_000,
-            "ledger_id": ID,
-            "journal": f"/home/alice/private/{ID}.journal",
-            "events": Charges({"a" * 16: EVENTS}),
-            **changes,
-        }
-    )
+def section(report, title, **found):
+    """The text of a section of page one."""
+    text = render([Page(report, **found)], "md")
+    return re.search(rf"^## {title}\n(.*?)(?=^#|\Z)", text, re.M | re.S)[1]
 
 
-def promise(report, known=None):
-    return page(report, known).sections["What is promised"]
-
-
-def said(blocks):
-    return " ".join(str(block) for block in blocks)
+def promise(report, **found):
+    return section(report, "What is promised", **found)
 
 
 class Outline(HTMLParser):
@@ -90,65 +66,58 @@ class Outline(HTMLParser):
         return [attrs for name, attrs in self.tags if name == tag]
 
 
-def test_page_one_says_what_tests_can_do_by_the_trade_off_of_the_events():
-    (table,) = (block for block in promise(of()) if hasattr(block, "rows"))
-    tests = trade_off(EVENTS, DELTA)
+def test_page_one_says_what_tests_can_do_by_the_trade_off_of_the_events(report_of):
+    found, tests = promise(report_of()), trade_off(EVENTS, DELTA)
 
-    rates = dict(
-        zip(
-            ("10 in 100", "1 in 100", "1 in 1,000", "1 in 10,000"),
-            (0.1, 0.01, 1e-3, 1e-4),
-            strict=True,
-        )
-    )
-    assert [row[0] for row in table.rows] == [*rates]
-    for words, found in table.rows:
-        number = float(re.fullmatch(r"at most ([\d.]+) in 100", found)[1])
+    rates = {"10 %": 0.1, "1 %": 0.01, "1 in 1,000": 1e-3, "1 in 10,000": 1e-4}
+    rows = re.findall(r"^\| (1[^|]*) \| at most ([\d.]+) % \|$", found, re.M)
+    assert [words for words, _ in rows] == [*rates]
+    for words, number in rows:
         exact = 100 * tests.true_positive_rate(rates[words])
-        assert exact <= number <= exact * 1.011
-    right = float(re.search(r"right in at most ([\d.]+) of 100", said(promise(of())))[1])
+        assert exact <= float(number) <= exact * 1.011
+    right = float(re.search(r"right at most ([\d.]+) % of the time", found)[1])
     exact = 50 * (1 + tests.advantage)
     assert exact <= right <= exact + 0.1
+    assert "plus a probability of 0.00001 (1 in 100,000)" in found
+    assert "0.0000003 (1 in 3,333,333)" in promise(report_of(delta=3e-7))
 
 
 @pytest.mark.parametrize("claims_budget", [True, False])
-def test_where_one_pair_is_known_alone_the_words_come_from_it(claims_budget):
+def test_where_one_pair_is_known_alone_the_words_come_from_it(claims_budget, report_of):
     changes = {"claims_budget": True} if claims_budget else {"epsilon_of_plan": 3.0}
-    found = said(promise(of(epsilon=3.0 if claims_budget else epsilon(EVENTS, DELTA), **changes)))
+    spent = 3.0 if claims_budget else epsilon(EVENTS, DELTA)
+    found = promise(report_of(epsilon=spent, **changes))
 
     assert "ε = 3 (epsilon)" in found
     # (1 + tanh(3 / 2)) / 2 = .9526, and δ
-    assert "right in at most 95.3 of 100" in found
+    assert "right at most 95.3 % of the time" in found
     assert ("stopped before its plan had ended" in found) is not claims_budget
     if not claims_budget:
         assert f"ε = {epsilon_text(epsilon(EVENTS, DELTA))} may be claimed" in found
 
 
-def test_what_the_journal_knows_besides_counts():
-    more = [(EVENTS[0][0], 258)]
-    known = Known(epsilon=epsilon(more, DELTA), history=more)
-
-    found = said(promise(of(), known))
+def test_what_the_journal_holds_besides_counts(report_of):
+    report, more = report_of(), [(EVENTS[0][0], 258)]
+    found = promise(report, epsilon=epsilon(more, DELTA), charges=Charges({"a" * 16: more}))
 
     assert f"ε = {epsilon_text(epsilon(more, DELTA))} (epsilon)" in found
     right = epsilon_text(50 * (1 + trade_off(more, DELTA).advantage), 3)
-    assert f"right in at most {right} of 100" in found
-    assert "The journal knows of more training" in found
+    assert f"right at most {right} % of the time" in found
+    assert "The journal holds more training" in found
 
 
-def test_a_person_with_two_records_is_told_what_holds():
-    found = said(page(of(epsilon=1.0)).sections["About which data"])
-
+def test_a_person_with_two_records_reads_what_holds(report_of):
+    found = section(report_of(epsilon=1.0), "About which data")
     delta = epsilon_text((1 + math.e) * DELTA, 3)
-    assert f"with two of them, ε = 2 at δ = {delta}" in found
+    assert f"with two of them, ε = 2 at δ = {delta}; with more, less again." in found
 
 
-def test_replacing_asks_another_question():
-    found = said(promise(of(relation="replace_one", epsilon=epsilon(EVENTS, DELTA, "replace_one"))))
-
+def test_replacing_asks_another_question(report_of):
+    exact = epsilon(EVENTS, DELTA, "replace_one")
+    found = promise(report_of(relation="replace_one", epsilon=exact))
     assert "or another one in its place" in found
     right = epsilon_text(50 * (1 + trade_off(EVENTS, DELTA, "replace_one").advantage), 3)
-    assert f"right in at most {right} of 100" in found
+    assert f"right at most {right} % of the time" in found
 
 
 VOIDED = Charges({"a" * 16: [*EVENTS, (Voided("a.b couples records"), 1)]})
@@ -157,7 +126,7 @@ VOIDED = Charges({"a" * 16: [*EVENTS, (Voided("a.b couples records"), 1)]})
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"seeded": True}, "NOT PRIVATE (a seed was set). The random noise can be repeated"),
+        ({"seeded": True}, "NOT PRIVATE (a seed was set). Anyone who knows or guesses the seed"),
         ({"events": VOIDED, "epsilon": math.inf}, "VOIDED, NOT PRIVATE (a.b couples records)"),
         (
             {"events": Charges({"b" * 16: [(Gaussian(0.0), 5)]}), "epsilon": math.inf},
@@ -165,51 +134,48 @@ VOIDED = Charges({"a" * 16: [*EVENTS, (Voided("a.b couples records"), 1)]})
         ),
     ],
 )
-def test_a_run_that_promises_nothing_says_so_first_and_promises_nothing(changes, words):
-    report = of(private=False, **changes)
+def test_a_run_that_promises_nothing_says_so_first_and_promises_nothing(changes, words, report_of):
+    report = report_of(private=False, **changes)
     text = report.markdown()
 
     assert text.index("Nothing is promised about this model") < text.index("## In short")
     assert words in text
     one = text[: text.index("# Annex")]
     assert (
-        "in at most" not in one
-        and "ε =" not in one
-        and "To whom" not in one
-        and "instead of 50" not in one
+        "in at most" not in one and "ε =" not in one and "To whom" not in one and "50 %" not in one
     )
     outline = Outline(report.html())
     assert outline.all("p")[0] == {"class": "warning"}
 
 
-def test_what_does_not_agree_is_said_first():
-    found = page(of(), Known(problems=("the journal is missing",)))
+@pytest.mark.parametrize("reader", [None, "people", "engineers"])
+def test_what_makes_a_page_worthless_comes_first(reader, report_of):
+    def first(*problems, **changes):
+        page = Page(report_of(**changes), problems=problems)
+        if problems:
+            assert Outline(render([page], "html", reader)).all("p")[0] == {"class": "warning"}
+        return render([page], "md", reader).split("\n\n")[1]
 
-    assert found.warnings == [
-        "This does not agree, so do not rely on this page: the journal is missing"
-    ]
-    assert found.markdown().startswith("# Privacy report\n\n> **This does not agree")
+    assert first("x is missing") == (
+        "> **This does not agree, so do not rely on this page: x is missing**"
+    )
+    assert "Nothing is promised about this model" in first(private=False, seeded=True)
+    assert "so large that next to nothing is promised" in first(epsilon=4e6)
 
 
-def test_what_nobody_stated_is_not_invented():
-    found = said(page(of()).sections["About which data"])
-
+def test_what_was_not_stated_is_not_invented(report_of):
+    found = section(report_of(), "About which data")
     assert found.count("not stated") == 2  # data set, and who is responsible
     assert "one row: one item of the training data" in found
-    stated = of(about={"data_set": "visits", "record": "one visit", "controller": "clinic"})
-    found = said(page(stated).sections["About which data"])
+    about = {"data_set": "visits", "record": "one visit", "controller": "clinic"}
+    found = section(report_of(about=about), "About which data", about={"data_set": "new"})
     assert found.count("(stated, not checked)") == 3 and "one row" not in found
+    assert "new (stated, not checked)" in found and "visits" not in found
 
 
-def test_words_at_the_printing_go_before_those_of_the_report():
-    found = page(of(about={"data_set": "visits 23"}), Known(about={"data_set": "new"})).markdown()
-
-    assert "new (stated, not checked)" in found and "visits 23" not in found
-
-
-def test_users_words_cannot_be_html():
+def test_users_words_cannot_be_html(report_of):
     evil = "<script>alert('x')</script><img src=x onerror=y>"
-    report = of(
+    report = report_of(
         about={"data_set": evil}, gradient_edits=evil, stop_reason=evil, versions={evil: evil}
     )
     text = report.html()
@@ -220,14 +186,14 @@ def test_users_words_cannot_be_html():
     assert "<script" not in report.markdown().replace("`", "")
 
 
-def test_users_words_cannot_be_markdown():
-    text = of(about={"record": "one *row* of `a`, read by __getitem__ [x](y)"}).markdown()
+def test_users_words_cannot_be_markdown(report_of):
+    text = report_of(about={"record": "one *row* of `a`, read by __getitem__ [x](y)"}).markdown()
 
     assert r"one \*row\* of \`a\`, read by \_\_getitem\_\_ \[x](y)" in text
 
 
-def test_the_file_is_whole_and_loads_nothing():
-    text = of().html()
+def test_the_file_is_whole_and_loads_nothing(report_of):
+    text = report_of().html()
 
     outline = Outline(text)
     assert text.startswith('<!DOCTYPE html>\n<html lang="en">')
@@ -240,17 +206,17 @@ def test_the_file_is_whole_and_loads_nothing():
     assert outline.all("link") == outline.all("script") == []
     assert "http" not in re.sub(r"base64,[^\"]+", "", text)
     assert "prefers-color-scheme: dark" in text and "@media print" in text
-    assert of().html() == text
+    assert report_of().html() == text
 
 
-def test_no_path_of_the_machine_is_on_a_page():
-    report = of()
+def test_no_path_of_the_machine_is_on_a_page(report_of):
+    report = report_of()
     for text in (report.html(), report.markdown(), str(report)):
         assert f"{ID}.journal" in text
         assert "alice" not in text and "/private/" not in text
 
 
-def test_without_matplotlib_the_page_says_so(monkeypatch):
+def test_without_matplotlib_the_page_says_so(monkeypatch, report_of):
     real = builtins.__import__
 
     def without(name, *arguments, **more):
@@ -259,39 +225,27 @@ def test_without_matplotlib_the_page_says_so(monkeypatch):
         return real(name, *arguments, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    text = of().html()
+    text = report_of().html()
 
     assert Outline(text).all("img") == []
     assert "There is no picture: A picture needs matplotlib" in text
 
 
-def test_the_annex_computes_it_again(tmp_path, monkeypatch, capsys):
-    from lightning_dp.report.files import write_report
-
-    write_report(of(), tmp_path)
-    monkeypatch.chdir(tmp_path)
-    exec(page(of()).code, {})
-
-    tests = trade_off(EVENTS, DELTA)
-    printed = [float(word) for word in capsys.readouterr().out.split()]
-    assert printed == [epsilon(EVENTS, DELTA), tests.advantage, tests.true_positive_rate(0.01)]
-
-
-def test_a_draft_has_the_facts_alone():
-    text = draft(of()).markdown()
+def test_a_draft_has_the_facts_alone(report_of):
+    text = render([Page(report_of(), is_over=False)], "md")
 
     assert "The training was not over" in text and "What is promised" not in text
     assert "129 × PoissonGaussian" in text
 
 
-def test_several_pages_in_one_file():
-    outline = Outline(document([page(of()), page(of(ledger_id="f" * 16))]))
+def test_several_pages_in_one_file(report_of):
+    outline = Outline(render([Page(report_of()), Page(report_of(ledger_id="f" * 16))], "html"))
 
     assert len(outline.all("article")) == len(outline.all("h1")) == 2
 
 
-def test_each_reader_has_a_page_by_itself():
-    report = of(gradient_edits="halved")
+def test_each_reader_has_a_page_by_itself(report_of):
+    report = report_of(gradient_edits="halved")
     people, engineers = report.markdown("people"), report.markdown("engineers")
 
     assert "PoissonGaussian" not in people and "What is promised" not in engineers
@@ -307,25 +261,17 @@ def test_each_reader_has_a_page_by_itself():
         report.html("lawyers")
 
 
-@pytest.mark.parametrize("reader", ["people", "engineers"])
-def test_both_readers_are_told_that_nothing_is_promised(reader):
-    report = of(private=False, seeded=True)
-
-    assert "Nothing is promised about this model" in report.markdown(reader)
-    assert Outline(report.html(reader)).all("p")[0] == {"class": "warning"}
-
-
-def test_what_others_released_is_named_and_is_no_run():
+def test_what_others_released_is_named_and_is_no_run(report_of):
     table = ApproximateDP(0.5, 1e-7, relation="add_remove", what="table of ages")
     events = Charges({"a" * 16: EVENTS, table.key: [(table, 1)]})
-    found = page(of(events=events))
+    report = report_of(events=events)
 
-    said_of = said(found.sections["What else ran on these data"])
-    assert "Counted as well: table of ages" in said_of and "(stated, not checked)" in said_of
-    assert "knows of no further use of the data" in said_of
-    assert "1 run of the program" in said(found.sections["When, by whom, and with which software"])
-    assert "the other results that are counted" in said(found.sections["What is promised"])
-    assert "runs: 1\n" in found.text()
+    others = section(report, "What else ran on these data")
+    assert "Counted as well: table of ages" in others and "(stated, not checked)" in others
+    assert "includes no further use of the data" in others
+    assert "1 run of the program" in section(report, "When, by whom, and with which software")
+    assert "the other results that are counted" in promise(report)
+    assert "runs: 1\n" in report.markdown("engineers")
 
 
 @pytest.mark.parametrize(
@@ -334,34 +280,31 @@ def test_what_others_released_is_named_and_is_no_run():
         (
             "compared on made-up samples",
             "compared at 3 of 4 steps",
-            ("yes, with made-up", "yes, at some"),
+            ("yes, with synthetic", "yes, at some"),
         ),
         (
             "made-up samples were not compared (x)",
             "compared at 0 of 4",
             ("not with this", "no step was"),
         ),
-        ("probed, isolated, provided that x", "at 3 steps", ("yes, with made-up", "yes, at some")),
+        (
+            "probed, isolated, provided that x",
+            "at 3 steps",
+            ("yes, with synthetic", "yes, at some"),
+        ),
         ("by construction: each", "not needed: each", ("not needed", "not needed")),
         ("opted out", "opted out", ("no, those who", "no, those who")),
         ("not probed (no batch yet)", "at 0 steps since", ("not with this", "no step was")),
         ("probed, FAILED: x", "unknown", ("not with this", "no step was")),
     ],
 )
-def test_checks_are_said_in_plain_words_and_none_that_was_not_made(isolation, spot_checks, words):
-    facts = page(of(isolation=isolation, spot_checks=spot_checks)).sections["What it rests on"]
-
-    named = {fact.name: fact.value for fact in facts if getattr(fact, "name", "")}
+def test_checks_are_named_in_plain_words_and_none_that_was_not_made(
+    isolation, spot_checks, words, report_of
+):
+    report = report_of(isolation=isolation, spot_checks=spot_checks)
+    found = section(report, "What it rests on")
     for when, begin in zip(("before", "during"), words, strict=True):
-        assert named[f"Checked {when} the training"].startswith(begin)
-
-
-@pytest.mark.parametrize(
-    ("delta", "words"),
-    [(1e-5, "0.00001 (1 in 100,000)"), (3e-7, "0.0000003 (1 in 3,333,333)"), (0.5, "0.5 (1 in 2)")],
-)
-def test_delta_is_a_number_that_everybody_reads(delta, words):
-    assert f"a probability of {words}" in said(promise(of(delta=delta)))
+        assert f"- Checked {when} the training: {begin}" in found
 
 
 def test_about_and_times_are_in_the_report_of_a_fit(fit):
@@ -396,8 +339,3 @@ def test_a_resumed_run_began_when_the_first_one_did(saved, fit, edit_checkpoint)
 def test_words_that_are_no_line_are_refused(words, error):
     with pytest.raises(error, match=r"About\(data_set="):
         About(data_set=words)
-
-
-def test_about_must_be_one():
-    with pytest.raises(TypeError, match="about='x' must be an About"):
-        DifferentialPrivacy(noise_multiplier=1.0, target_delta=DELTA, about="x")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
 import pytest
+import scipy.stats
 
 from lightning_dp._noise import random_generator
-from lightning_dp.accounting import Gaussian
+from lightning_dp.accounting import Gaussian, PoissonGaussian
 from lightning_dp.sampling import AbstractSampling, BatchPlan, FullBatch, Poisson
+from lightning_dp.sampling.loader import ChunkSampler
+from lightning_dp.sampling.schemes import factorisations, largest_chunk
 
 SAMPLINGS: dict[str, Callable[[], AbstractSampling]] = {"poisson": Poisson, "full": FullBatch}
 
@@ -93,3 +97,174 @@ def test_full_batch_contradicting_the_trainer_is_refused(plan_of):
         ValueError, match=r"accumulate_grad_batches=3\) contradicts .* make 4 chunks"
     ):
         plan_of(FullBatch(), batch_size=300, accumulate=3)
+
+
+# -- poisson batches: who is in, with which probability, and at which cost -----------------------
+
+
+def poisson_draws(records: int, rate: float, draws: int, seed: int = 0) -> np.ndarray:
+    """Row t says who was in batch t."""
+    rng, is_in = random_generator(seed), np.zeros((draws, records), dtype=bool)
+    for row in is_in:
+        row[Poisson().draw(records, rate, rng)] = True
+    return is_in
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.3, 0.9])
+def test_every_record_is_in_a_batch_with_the_sample_rate(rate, inclusion_p_value):
+    assert inclusion_p_value(poisson_draws(60, rate, 4000), rate) > 0.01
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.9, 1.1, 2.0])
+def test_another_inclusion_rate_would_be_noticed(factor, inclusion_p_value):
+    assert inclusion_p_value(poisson_draws(60, 0.1, 4000), 0.1 * factor) < 1e-6
+
+
+def test_pairs_of_records_are_in_a_batch_independently():
+    """Fixed-size batches would fail here: being in makes it less likely that others are."""
+    records, rate, draws = 12, 0.3, 20_000
+    is_in = poisson_draws(records, rate, draws).astype(float)
+    together = (is_in.T @ is_in)[np.triu_indices(records, 1)]
+    expected = draws * rate**2
+    z = (together - expected) / math.sqrt(expected * (1 - rate**2))
+
+    assert abs(z).max() < scipy.stats.norm.isf(0.005 / len(z))
+    # Chi-square of the centred products, whose variance is exactly (q (1 - q))^2 per draw.
+    products = ((is_in - rate).T @ (is_in - rate))[np.triu_indices(records, 1)]
+    statistic = (products**2 / (draws * (rate * (1 - rate)) ** 2)).sum()
+    assert 0.005 < scipy.stats.chi2(len(products)).sf(statistic) < 0.995
+
+
+def test_batches_are_independent_of_each_other():
+    is_in = poisson_draws(50, 0.3, 4000) - 0.3
+    products = is_in[:-1] * is_in[1:]
+    z = products.sum() / (0.3 * 0.7 * math.sqrt(products.size))
+    assert abs(z) < 3
+
+
+def test_batch_sizes_are_binomial():
+    records, rate, draws = 40, 0.2, 5000
+    sizes = poisson_draws(records, rate, draws).sum(1)
+    binomial = scipy.stats.binom(records, rate)
+    edges = list(range(4, 13))
+    observed = [np.sum(sizes <= 4), *(np.sum(sizes == k) for k in edges[1:]), np.sum(sizes > 12)]
+    expected = [binomial.cdf(4), *(binomial.pmf(k) for k in edges[1:]), binomial.sf(12)]
+
+    p_value = scipy.stats.chisquare(observed, draws * np.array(expected)).pvalue
+
+    assert p_value > 0.01
+
+
+@pytest.mark.parametrize(
+    ("changes", "rate", "chunks", "steps"),
+    [
+        ({}, 0.05, 1, 20),
+        ({"accumulate": 4}, 0.2, 4, 5),
+        ({"accumulate": 3}, 0.15, 3, 7),  # the last step of an epoch is a whole one
+        ({"world_size": 2, "loader_length": 10}, 0.1, 1, 10),
+        ({"world_size": 2, "accumulate": 2, "loader_length": 10}, 0.2, 2, 5),
+        ({"batch_size": 300, "loader_length": 4}, 0.3, 1, 4),
+        ({"batch_size": 300, "loader_length": 3}, 0.3, 1, 3),  # drop_last=True
+        ({"batch_size": 5000, "loader_length": 1}, 1.0, 1, 1),
+        ({"batch_size": 600, "accumulate": 2, "loader_length": 2}, 1.0, 2, 1),
+    ],
+)
+def test_poisson_plan(changes, rate, chunks, steps, plan_of):
+    plan = plan_of(Poisson(), **changes)
+
+    assert plan == BatchPlan(1000, rate, chunks, steps)
+    assert plan.expected_batch_size == pytest.approx(1000 * rate, rel=1e-12)
+
+
+def test_poisson_names_a_subsampled_event():
+    assert Poisson().event(1.1, 0.25) == PoissonGaussian(1.1, 0.25)
+
+
+def test_drawing_256_of_10_million_takes_memory_for_256_only():
+    rng = random_generator(0)
+    Poisson().draw(10_000_000, 256 / 10_000_000, rng)
+    tracemalloc.start()
+    try:
+        for _ in range(20):
+            Poisson().draw(10_000_000, 256 / 10_000_000, rng)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 200_000  # a mask over the records would take 10 MB
+
+
+# -- smaller physical batches: q stays exactly, chunks stay below their bound --------------------
+
+
+@pytest.mark.parametrize("logical", [1, 7, 12, 256, 1000])
+def test_factorisations_are_all_products(logical):
+    found = factorisations(logical)
+    pairs = [
+        (b, a) for b in range(1, logical + 1) for a in range(1, logical + 1) if b * a == logical
+    ]
+    assert sorted(found) == sorted(pairs)
+    assert found[0] == (logical, 1)
+
+
+@pytest.mark.parametrize("num_records", [1000, 1437, 60_001])
+def test_every_factorisation_has_the_same_plan_but_for_its_chunks(num_records):
+    plans = [
+        Poisson().plan(
+            num_records=num_records,
+            batch_size=b,
+            accumulate=a,
+            world_size=3,
+            loader_length=math.ceil(math.ceil(num_records / 3) / b),
+        )
+        for b, a in factorisations(120)
+    ]
+    assert {plan.sample_rate for plan in plans} == {360 / num_records}
+    assert len({plan.steps_per_epoch for plan in plans}) == 1
+
+
+@pytest.mark.parametrize(("accumulate", "world_size"), [(1, 1), (4, 1), (8, 2)])
+def test_chunks_are_larger_than_the_bound_as_often_as_it_says(accumulate, world_size):
+    num_records, logical, chance = 2000, 64, 0.01
+    bound = largest_chunk(logical, accumulate, world_size, num_records, chance=chance)
+    plan = Poisson().plan(
+        num_records=num_records,
+        batch_size=logical // accumulate,
+        accumulate=accumulate,
+        world_size=world_size,
+        loader_length=4000 * accumulate,
+    )
+    sampler = ChunkSampler(plan, Poisson(), rank=0, world_size=world_size, limit=10**9, seed=3)
+    sizes = np.array([len(chunk) for chunk in sampler]).reshape(-1, accumulate).max(axis=1)
+    assert np.mean(sizes > bound) <= 1.6 * chance
+    assert np.mean(sizes > 0.7 * bound) > 5 * chance
+
+
+def test_restarts_with_larger_batches_have_larger_chunks():
+    usual = largest_chunk(64, 1, 1, 10_000)
+    assert 4 * usual > largest_chunk(64, 1, 1, 10_000, relative_rate=4.0) > 2 * usual
+    assert largest_chunk(64, 1, 1, 100, relative_rate=4.0) == 100
+
+
+@pytest.mark.parametrize("size", [0, -3, 2.5, math.nan, True])
+def test_an_illegal_logical_batch_is_refused(size):
+    with pytest.raises(ValueError, match="logical_batch_size="):
+        factorisations(size)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chance": 0.0}, "chance="),
+        ({"chance": math.nan}, "chance="),
+        ({"relative_rate": math.nan}, "relative_rate="),
+        ({"accumulate": 0}, "accumulate=0"),
+        ({"world_size": 0}, "world_size=0"),
+        ({"num_records": 0}, "0 records"),
+        ({"logical_batch_size": math.nan}, "batch_size=nan"),
+    ],
+)
+def test_illegal_arguments_are_refused(change, message):
+    usual = {"logical_batch_size": 64, "accumulate": 1, "world_size": 1, "num_records": 1000}
+    with pytest.raises(ValueError, match=message):
+        largest_chunk(**{**usual, **change})

@@ -20,7 +20,7 @@ from lightning_dp import DifferentialPrivacy, FullBatch
 from lightning_dp._refusals import Refusal
 from lightning_dp.accounting import ApproximateDP, Gaussian, PoissonGaussian, epsilon, sweep_history
 from lightning_dp.accounting.declared_in_advance import EnvelopeAccountant, OneOrderAccountant
-from lightning_dp.report.command import main
+from lightning_dp.report.__main__ import main
 from lightning_dp.schedules import AbstractAdaptiveSchedule
 from lightning_dp.search import Search
 

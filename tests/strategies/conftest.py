@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp.accounting.journal import read_journal
 from lightning_dp.callbacks import DifferentialPrivacy
+from tests.zoo import private
 
 
 @pytest.fixture
@@ -57,6 +58,26 @@ def recording(classifier: type[Any]) -> type[Any]:
 
 
 @pytest.fixture
+def fit(make_trainer: Callable[..., L.Trainer], loader: Any) -> Callable[..., L.Trainer]:
+    """``fit(model, privacy, ...)``: a private fit, on 240 records in batches of 24; its Trainer."""
+
+    def run(
+        model: L.LightningModule,
+        privacy: L.Callback,
+        data: Any = None,
+        validate: Any = None,
+        ckpt_path: Any = None,
+        callbacks: Any = (),
+        **options: Any,
+    ) -> L.Trainer:
+        trainer = make_trainer(callbacks=[*callbacks, privacy], **options)
+        trainer.fit(model, loader if data is None else data, validate, ckpt_path=ckpt_path)
+        return trainer
+
+    return run
+
+
+@pytest.fixture
 def charges(tmp_path: Path) -> Callable[[], list[Any]]:
     """The events in the run's journal on the disk, in order."""
 
@@ -69,19 +90,9 @@ def charges(tmp_path: Path) -> Callable[[], list[Any]]:
 
 
 @pytest.fixture
-def small_loader() -> DataLoader[Any]:
-    """60 records in 5 batches of 12: q = 0.2."""
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(60, 6, generator=generator)
-    return DataLoader(TensorDataset(x, torch.arange(60) % 3), batch_size=12, shuffle=True)
-
-
-@pytest.fixture
 def privacy() -> DifferentialPrivacy:
     """Little noise, so that training visibly works."""
-    return DifferentialPrivacy(
-        noise_multiplier=0.5, target_delta=1e-5, isolation_probe=False, spot_checks=False
-    )
+    return private(noise_multiplier=0.5)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Copies and pickles of a model, made at any moment of a fit, are plain ones."""
+"""Copies and pickles of a model, a Trainer and its parts are plain ones, with the ledger."""
 
 from __future__ import annotations
 
@@ -6,16 +6,27 @@ import copy
 import functools
 import io
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp import Diff2, FullBatch, Momentum, PrivacyConfig
+from lightning_dp.callbacks import DifferentialPrivacy, PrivateSingleDeviceStrategy
 from lightning_dp.gradients import UnsupportedModelError
+from lightning_dp.schedules import Exponential
+from tests.zoo import flat, private
+
+# -- copies of a model, made at any moment of a fit ----------------------------------------------
+
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -84,9 +95,8 @@ def copying(classifier: Any) -> type[Any]:
     """Copies its network in every way at every place of a fit."""
 
     class Copying(classifier):  # type: ignore[misc]
-        def __init__(self, net: nn.Module, uses: bool = False) -> None:
+        def __init__(self, net: nn.Module) -> None:
             super().__init__(net)
-            self.uses = uses
             type(self).copies = []  # of the class: copies of the whole model do not copy them
 
         def copied(self, place: str) -> None:
@@ -97,12 +107,6 @@ def copying(classifier: Any) -> type[Any]:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
             self.copied("training_step")
-            if self.uses:  # a shallow copy has the trained layers themselves
-                for place, name, twin in self.copies:
-                    if place == "training_step" and name not in ("parameters", "copy"):
-                        loss = loss + 0.1 * nn.functional.cross_entropy(twin(batch[0]), batch[1])
-                        with torch.no_grad():
-                            twin(batch[0])
             return loss
 
     for place in PLACES:
@@ -115,29 +119,13 @@ def copying(classifier: Any) -> type[Any]:
     return Copying
 
 
-@pytest.fixture
-def privacy() -> Callable[[str], DifferentialPrivacy]:
-    def make(engine: str) -> DifferentialPrivacy:
-        return DifferentialPrivacy(
-            noise_multiplier=1.0,
-            target_delta=1e-5,
-            engine=engine,
-            isolation_probe=False,
-            spot_checks=False,
-        )  # type: ignore[arg-type]
-
-    return make
-
-
 ENGINES = ("auto", "records", "hooks")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_copies_made_at_any_moment_have_nothing_of_the_engine(
-    engine: str, copying: Any, loader: Any, make_trainer: Any, privacy: Any
-) -> None:
+def test_copies_made_at_any_moment_have_nothing_of_the_engine(engine, copying, fit):
     model, plain = copying(network()), network()
-    make_trainer(max_steps=1, callbacks=[privacy(engine)]).fit(model, loader)
+    fit(model, private(engine=engine), max_steps=1)
 
     seen = [place for place in PLACES if not place.endswith("_end")]
     if engine != "hooks":  # a record that runs alone leaves no copy of what it has behind
@@ -163,16 +151,19 @@ def test_copies_made_at_any_moment_have_nothing_of_the_engine(
         pickle.dumps(twin)
 
 
+def trained(fit: Any, kind: type[Any], engine: str, steps: int = 2) -> Any:
+    """The weights of two steps without noise."""
+    torch.manual_seed(0)
+    model = kind(network())
+    ours = private(engine=engine, noise_multiplier=0.0, max_grad_norm=0.5, seed=1)
+    fit(model, ours, max_steps=steps)
+    assert ours.steps == steps
+    return flat(model.net)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("in_the_loss", [False, True])
-def test_a_shallow_copy_of_a_layer_is_not_taken_for_the_layer(
-    in_the_loss: bool,
-    engine: str,
-    classifier: Any,
-    loader: Any,
-    make_trainer: Any,
-    privacy: Any,
-) -> None:
+def test_a_shallow_copy_of_a_layer_is_not_taken_for_the_layer(in_the_loss, engine, classifier, fit):
     """It has the parameters of the layer, and shares the dictionary that hooks are in."""
 
     class Shallow(classifier):  # type: ignore[misc]
@@ -183,20 +174,15 @@ def test_a_shallow_copy_of_a_layer_is_not_taken_for_the_layer(
                 extra = twin(batch[0]).mean()
             return loss + extra
 
-    trainer, private = make_trainer(max_steps=2), privacy(engine)
-    trainer.callbacks.append(private)
     if in_the_loss and engine == "hooks":  # which see no use that is not a layer's
         with pytest.raises(UnsupportedModelError, match=r"net\.0\.weight"):
-            trainer.fit(Shallow(network()), loader)
+            trained(fit, Shallow, engine)
     else:  # functions are followed: the use is seen
-        trainer.fit(Shallow(network()), loader)
-        assert private.steps == 2
+        trained(fit, Shallow, engine)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_copy_behind_a_trained_layer_passes_its_gradients_on(
-    engine: str, classifier: Any, loader: Any, make_trainer: Any
-) -> None:
+def test_a_copy_behind_a_trained_layer_passes_its_gradients_on(engine, classifier, fit):
     """As a module that is not in the model and has no trained parameters."""
 
     class Behind(classifier):  # type: ignore[misc]
@@ -211,37 +197,203 @@ def test_a_copy_behind_a_trained_layer_passes_its_gradients_on(
         weight, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
         return lambda x: nn.functional.linear(x, weight, bias)  # type: ignore[return-value]
 
-    trained = []
+    found = []
     for makes in (copy.deepcopy, detached):
-        torch.manual_seed(0)
         Behind.makes = staticmethod(makes)
-        model, options = Behind(network()), {"engine": engine, "noise_multiplier": 0.0}
-        private = DifferentialPrivacy(
-            target_delta=1e-5, isolation_probe=False, seed=1, max_grad_norm=0.5, **options
-        )
-        make_trainer(max_steps=3, callbacks=[private]).fit(model, loader)
-        trained.append(nn.utils.parameters_to_vector(model.net.parameters()))
-    torch.testing.assert_close(*trained)
+        found.append(trained(fit, Behind, engine))
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_copies_that_take_part_in_the_loss_do_not_disturb_the_step(
-    engine: str, copying: Any, loader: Any, make_trainer: Any
-) -> None:
-    trained = []
-    for uses in (False, True):
-        torch.manual_seed(0)
-        model = copying(network(), uses)
-        private = DifferentialPrivacy(
-            noise_multiplier=0.0,
-            max_grad_norm=0.5,
-            target_delta=1e-5,
-            engine=engine,  # type: ignore[arg-type]
-            isolation_probe=False,
-            seed=1,
-            spot_checks=False,
+def test_copies_that_take_part_in_the_loss_do_not_disturb_the_step(engine, classifier, fit):
+    class Using(classifier):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            for name, way in WAYS.items():
+                if name not in ("parameters", "copy"):  # a shallow copy has the layers themselves
+                    twin = way(self.net)
+                    loss = loss + 0.1 * nn.functional.cross_entropy(twin(batch[0]), batch[1])
+                    with torch.no_grad():
+                        twin(batch[0])
+            return loss
+
+    kinds = (classifier, Using)
+    torch.testing.assert_close(*(trained(fit, kind, engine) for kind in kinds))
+
+
+# -- after a fit its parts can be pickled and copied ---------------------------------------------
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning")
+
+TWO_WAYS: dict[str, Callable[[Any], Any]] = {
+    "pickle": lambda each: pickle.loads(pickle.dumps(each)),
+    "deepcopy": copy.deepcopy,
+}
+PARTS: dict[str, Callable[[L.Trainer], Any]] = {
+    "strategy": lambda trainer: trainer.strategy,
+    "callbacks": lambda trainer: trainer.callbacks,
+    "progress bar": lambda trainer: trainer.progress_bar_callback,
+    "loops": lambda trainer: trainer.fit_loop,
+    "loader": lambda trainer: trainer.train_dataloader,
+    "model": lambda trainer: trainer.model,
+    "trainer": lambda trainer: trainer,
+}
+RUNS: dict[str, dict[str, Any]] = {
+    "constant": {"noise_multiplier": 1.0},
+    "calibrated": {"target_epsilon": 3.0},
+    "full batches": {"target_epsilon": 3.0, "sampling": FullBatch()},
+    "schedule": {"noise_multiplier": 2.0, "noise_schedule": Exponential(0.1)},
+    "stateful": {
+        "noise_multiplier": 1.0,
+        "estimator": Diff2(restart_every=2, max_grad_norm=1.0, diff_norm=1.0),
+        "postprocessing": [Momentum(0.5)],
+    },
+}
+
+
+class Wide(BoringModel):
+    """With so many parameters that a thread draws the noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(32, 1200), nn.Linear(1200, 2))  # type: ignore[assignment]
+
+
+def records(rows: list[Any]) -> torch.Tensor:
+    return torch.stack([row[0] for row in rows])
+
+
+@pytest.fixture
+def fitted(make_trainer: Any) -> Callable[..., L.Trainer]:
+    def fit(privacy: DifferentialPrivacy | None, **options: Any) -> L.Trainer:
+        callbacks = [TQDMProgressBar(refresh_rate=0), *([privacy] if privacy else [])]
+        trainer: L.Trainer = make_trainer(
+            callbacks=callbacks,
+            max_steps=4,
+            enable_progress_bar=True,
+            limit_val_batches=1,
+            **options,
         )
-        make_trainer(max_steps=3, callbacks=[private]).fit(model, loader)
-        assert private.steps == 3
-        trained.append(nn.utils.parameters_to_vector(model.net.parameters()))
-    torch.testing.assert_close(*trained)
+        trainer.fit(
+            BoringModel(), DataLoader(TensorDataset(torch.randn(40, 32)), 4, collate_fn=records)
+        )
+        return trainer
+
+    return fit
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_all_parts_of_a_fit_can_be_copied(run, fitted):
+    privacy = private(**RUNS[run])
+    trainer = fitted(privacy)
+    for way in TWO_WAYS.values():
+        for part in PARTS.values():
+            way(part(trainer))
+        twin = way(privacy)
+        assert (twin.epsilon, twin.steps) == (privacy.epsilon, privacy.steps)
+        assert str(twin.report()) == str(privacy.report())
+
+
+def test_parts_of_a_private_strategy_of_its_own_class_can_be_pickled(fitted):
+    config = PrivacyConfig(noise_multiplier=1.0, target_delta=1e-5, isolation_probe=False)
+    trainer = fitted(None, strategy=PrivateSingleDeviceStrategy("cpu", privacy=config))
+    twin = pickle.loads(pickle.dumps(trainer))
+    assert type(twin.strategy) is PrivateSingleDeviceStrategy
+    assert twin.strategy.private_run.steps == 4
+
+
+@pytest.mark.parametrize("way", TWO_WAYS)
+def test_a_copied_trainer_saves_the_ledger_and_goes_on_spending_it(way, fitted, tmp_path):
+    privacy = private()
+    twin = TWO_WAYS[way](fitted(privacy))
+    (its,) = (each for each in twin.callbacks if isinstance(each, DifferentialPrivacy))
+    assert its is not privacy and twin.strategy.private_run is its._run
+
+    twin.save_checkpoint(tmp_path / "twin.ckpt")
+    saved = torch.load(tmp_path / "twin.ckpt", weights_only=True)["lightning_dp"]["ledger"]
+    assert saved == privacy._run.ledger.state_dict()
+
+    twin.fit_loop.epoch_loop.max_steps = 6
+    twin.fit(
+        twin.lightning_module, DataLoader(TensorDataset(torch.randn(40, 32)), 4, collate_fn=records)
+    )
+    assert (its.steps, privacy.steps) == (6, 4)
+
+
+def test_two_copies_of_a_ledger_both_count(fitted):
+    privacy = private()
+    fitted(privacy)
+    one, two = pickle.loads(pickle.dumps(privacy)), copy.deepcopy(privacy)
+    fitted(one)
+    fitted(two)
+    assert (one.steps, two.steps) == (8, 12)  # the journal of both is one
+    fitted(privacy)
+    assert privacy.steps == 16
+
+
+def test_what_a_callback_pickles_holds_no_model_data_or_trainer(fitted):
+    privacy = private()
+    fitted(privacy)
+    content = pickle.dumps(privacy._run)  # Lightning sets the model's log() on every callback
+    assert len(content) < 20_000
+    for word in (b"Trainer", b"BoringModel", b"TensorDataset", b"Strategy", b"Generator"):
+        assert word not in content
+
+
+def test_copies_made_in_mid_step_hold_nothing_that_is_not_noised(make_trainer):
+    class Copying(L.Callback):
+        made: list[Any] = []  # noqa: RUF012 (of the class: copies do not copy it)
+
+        def on_before_optimizer_step(self, trainer: L.Trainer, *args: Any) -> None:
+            self.made += [way(trainer.strategy) for way in TWO_WAYS.values()]
+
+    privacy = private()
+    trainer = make_trainer(max_steps=1, callbacks=[privacy, Copying()])
+    Copying.made = []
+    trainer.fit(BoringModel())
+    assert len(Copying.made) == 2
+    for strategy in Copying.made:
+        run = strategy.private_run
+        assert strategy._fit is None
+        assert run.mechanism.query is None and not run.mechanism.is_begun
+        assert run.steps == 1  # it is charged all the same
+        with pytest.raises(RuntimeError, match="begin"):
+            run.ledger.charge(next(iter(run.ledger.runs.values()))[0][0])
+
+
+def test_no_thread_is_left_after_a_fit(make_trainer):
+    before = threading.active_count()
+    privacy = private()
+    make_trainer(max_steps=3, limit_val_batches=0, callbacks=[privacy]).fit(Wide())
+    assert privacy.steps == 3
+    for thread in threading.enumerate():
+        if thread.name.startswith("noise"):
+            thread.join(timeout=5)
+    assert threading.active_count() == before
+
+
+def test_copies_of_a_noise_source_draw_other_noise():
+    from lightning_dp._noise import NoiseSource
+
+    source = NoiseSource()
+    sources = (source, copy.deepcopy(source), pickle.loads(pickle.dumps(source)))
+    drawn = [torch.zeros(4) for _ in sources]
+    for each, vector in zip(sources, drawn, strict=True):
+        each.add_normal(vector, 1.0)
+    assert not drawn[0].equal(drawn[1]) and not drawn[0].equal(drawn[2])
+
+
+def test_another_module_is_fitted_plainly_by_a_fresh_trainer_after_it(fitted, make_trainer):
+    """Hooks, grad mode, global state of torch: a plain fit is what it was."""
+    weights = []
+    for is_after in (False, True):
+        if is_after:
+            fitted(private(engine="hooks"))
+        torch.manual_seed(0)
+        model, data = BoringModel(), torch.randn(40, 32)
+        trainer = make_trainer(max_epochs=1, limit_val_batches=1)
+        trainer.fit(model, DataLoader(TensorDataset(data), 4, collate_fn=records))
+        pickle.dumps(trainer)
+        weights.append(nn.utils.parameters_to_vector(model.parameters()))
+    torch.testing.assert_close(*weights, rtol=0, atol=0)

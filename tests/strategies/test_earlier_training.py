@@ -23,6 +23,7 @@ from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.schedules import Exponential
 from lightning_dp.strategies import earlier_training, totals
+from tests.zoo import private
 
 DELTA, RATE = 1e-5, 24 / 240
 TOGETHER = "trained before under another privacy ledger"
@@ -35,8 +36,7 @@ def epsilon(steps: int) -> float:
 @pytest.fixture
 def make() -> Callable[..., DifferentialPrivacy]:
     def callback(**options: Any) -> DifferentialPrivacy:
-        defaults = {"noise_multiplier": 1.5, "target_delta": DELTA, "isolation_probe": False}
-        return DifferentialPrivacy(**{**defaults, **options})
+        return private(**{"noise_multiplier": 1.5, **options})
 
     return callback
 
@@ -196,7 +196,7 @@ def test_it_is_said_once_for_each_two_ledgers(classifier, mlp, fit, make):
 
 @pytest.fixture
 def lines(caplog, monkeypatch) -> Callable[[], list[str]]:
-    """What was said of other journals since the last call."""
+    """The lines about other journals at the starts of fits, since the last call."""
     caplog.set_level(logging.INFO)
     # Whichever copy of Lightning was imported last speaks; other libraries may have turned it off.
     for name in ("lightning.pytorch", "pytorch_lightning"):
@@ -206,11 +206,10 @@ def lines(caplog, monkeypatch) -> Callable[[], list[str]]:
             monkeypatch.setattr(logging.getLogger(each), "disabled", False)
 
     def said() -> list[str]:
-        found = [
-            each.getMessage() for each in caplog.records if "other journal" in each.getMessage()
-        ]
+        messages = [each.getMessage() for each in caplog.records]
         caplog.clear()
-        return found
+        found = [each for each in messages if "other journal" in each]
+        return [each for each in found if not each.startswith("privacy: with ")]  # at an end
 
     return said
 

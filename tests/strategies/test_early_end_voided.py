@@ -1,21 +1,26 @@
-"""A chunk that has records and gets no answer ends the run, and withdraws what it claimed."""
+"""A chunk that has records and gets no answer, or a wrong one, ends the run and withdraws its claim."""
 
 from __future__ import annotations
 
 import math
 import re
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from torch import nn
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_dp import Diff2, FullBatch
 from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.report.command import main as report_command
+from lightning_dp.gradients import CoupledLossError
+from lightning_dp.report.__main__ import main as report_command
+from tests.zoo import private
 
 CURE = r"zero records whose gradients are not finite.*don't skip batches"
 
@@ -79,21 +84,16 @@ def skipping_by_hand(classifier):
     return ByHand
 
 
-def silent(**settings):
-    return DifferentialPrivacy(
-        noise_multiplier=1.0, target_delta=1e-5, isolation_probe=False, **settings
-    )
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("engine", ["layers", "hooks"])
+@pytest.mark.parametrize(
+    ("way", "engine"), [*((way, "layers") for way in WAYS), (returns_none, "hooks")]
+)
 def test_a_chunk_without_an_answer_is_never_released(
     way, engine, skipping, mlp, loader, make_trainer, weights, at_each_step
 ):
     model, seen = skipping(mlp()), []
     model.way = lambda *args: way(*args)
     watch = at_each_step(lambda trainer, module: seen.append(weights(module)))
-    privacy = silent(engine=engine)
+    privacy = private(engine=engine)
 
     with pytest.raises(VoidedRunError, match=f"Skipping gave no gradient.*{CURE}"):
         make_trainer(max_epochs=1, callbacks=[privacy, watch]).fit(model, loader)
@@ -104,47 +104,42 @@ def test_a_chunk_without_an_answer_is_never_released(
     assert privacy.epsilon == math.inf
 
 
-def test_one_chunk_of_several_is_enough(skipping, mlp, loader, make_trainer, weights):
-    model, privacy = skipping(mlp()), silent()
+def test_one_chunk_of_several_is_enough(skipping, mlp, fit, weights):
+    model, privacy = skipping(mlp()), private()
     model.at = 1
     before = weights(model)
 
     with pytest.raises(VoidedRunError, match=CURE):
-        make_trainer(max_epochs=1, accumulate_grad_batches=5, callbacks=[privacy]).fit(
-            model, loader
-        )
+        fit(model, privacy, max_epochs=1, accumulate_grad_batches=5)
 
     assert torch.equal(weights(model), before)
     assert privacy.steps == 1
 
 
-@pytest.mark.parametrize("steps", [True, False])
-@pytest.mark.parametrize("at", [3, 9])
-def test_manual_optimization_without_a_backward_pass(
-    steps, at, skipping_by_hand, mlp, loader, make_trainer
-):
+@pytest.mark.parametrize(("at", "steps"), [(3, True), (3, False), (9, False)])
+def test_manual_optimization_without_a_backward_pass(at, steps, skipping_by_hand, mlp, fit):
     """Also where the optimizer does not step: that it did not would tell of the records."""
-    model, privacy = skipping_by_hand(mlp()), silent()
+    model, privacy = skipping_by_hand(mlp()), private()
     model.steps, model.at = steps, at
 
     with pytest.raises(VoidedRunError, match=CURE):
-        make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
+        fit(model, privacy, max_epochs=1)
 
     assert privacy.epsilon == math.inf
 
 
 @pytest.mark.parametrize("engine", ["layers", "hooks"])
-def test_a_backward_override_is_not_asked(engine, classifier, mlp, loader, make_trainer):
+def test_a_backward_override_is_not_asked(engine, classifier, mlp, fit):
     class Deaf(classifier):
         def backward(self, loss, *args, **kwargs):
             pass
 
-    privacy = silent(engine=engine)  # the engine goes back by itself
-    make_trainer(max_epochs=1, callbacks=[privacy]).fit(Deaf(mlp()), loader)
-    assert privacy.steps == 10
+    privacy = private(engine=engine)  # the engine goes back by itself
+    fit(Deaf(mlp()), privacy, max_steps=3)
+    assert privacy.steps == 3
 
 
-def test_a_step_before_the_last_chunk(classifier, mlp, loader, make_trainer):
+def test_a_step_before_the_last_chunk(classifier, mlp, fit):
     class Early(classifier):
         def __init__(self, *args):
             super().__init__(*args)
@@ -154,14 +149,14 @@ def test_a_step_before_the_last_chunk(classifier, mlp, loader, make_trainer):
             self.manual_backward(super().training_step(batch, batch_idx))
             self.optimizers().step()
 
-    privacy = silent(sampling=FullBatch())
+    privacy = private(sampling=FullBatch())
 
     with pytest.raises(VoidedRunError, match=r"before all chunks of the batch"):
-        make_trainer(max_epochs=1, callbacks=[privacy]).fit(Early(mlp()), loader)
+        fit(Early(mlp()), privacy, max_epochs=1)
 
 
 @pytest.mark.parametrize("way", WAYS[:3])
-def test_a_second_pass_without_an_answer(way, classifier, mlp, loader, make_trainer):
+def test_a_second_pass_without_an_answer(way, classifier, mlp, fit):
     """Every second pass is at the point before."""
 
     class Second(classifier):
@@ -172,31 +167,29 @@ def test_a_second_pass_without_an_answer(way, classifier, mlp, loader, make_trai
             self.passes += 1
             return way(self, loss) if self.passes == 3 else loss
 
-    privacy = silent(estimator=Diff2(restart_every=5))
+    privacy = private(estimator=Diff2(restart_every=5))
 
     with pytest.raises(VoidedRunError, match=CURE):
-        make_trainer(max_epochs=1, callbacks=[privacy]).fit(Second(mlp()), loader)
+        fit(Second(mlp()), privacy, max_epochs=1)
 
     assert privacy.steps == 2
 
 
-def test_rows_that_are_no_records_are_found_at_any_batch(classifier, mlp, loader, make_trainer):
+def test_rows_that_are_no_records_are_found_at_any_batch(classifier, mlp, fit):
     class DropsOne(classifier):
         def training_step(self, batch, batch_idx):
             x, y = batch
             return super().training_step((x[1:], y[1:]) if batch_idx == 2 else batch, batch_idx)
 
-    privacy = silent(engine="layers", spot_checks=False)  # which may see it first
+    privacy = private(engine="layers")
 
     with pytest.raises(VoidedRunError, match="more or fewer rows than the batch has records"):
-        make_trainer(max_epochs=1, callbacks=[privacy]).fit(DropsOne(mlp()), loader)
+        fit(DropsOne(mlp()), privacy, max_epochs=1)
 
     assert privacy.epsilon == math.inf
 
 
-def test_what_an_engine_refuses_at_a_later_batch_withdraws_what_was_released(
-    classifier, mlp, loader, make_trainer
-):
+def test_what_an_engine_refuses_at_a_later_batch_withdraws_what_was_released(classifier, mlp, fit):
     """A loss for the eye of DistributedDataParallel: of all weights, and of no record."""
 
     class Zero(classifier):
@@ -205,25 +198,25 @@ def test_what_an_engine_refuses_at_a_later_batch_withdraws_what_was_released(
                 return sum(param.sum() for param in self.parameters()) * 0.0
             return super().training_step(batch, batch_idx)
 
-    privacy = silent(engine="layers")
+    privacy = private(engine="layers")
 
     with pytest.raises(VoidedRunError, match=r"net\.0"):
-        make_trainer(max_epochs=1, callbacks=[privacy]).fit(Zero(mlp()), loader)
+        fit(Zero(mlp()), privacy, max_epochs=1)
 
     assert privacy.epsilon == math.inf
 
 
-def test_an_empty_batch_is_a_step_of_noise_alone(classifier, mlp, blobs, make_trainer, weights):
+def test_an_empty_batch_is_a_step_of_noise_alone(classifier, mlp, blobs, fit, weights):
     class SkipsStandIns(classifier):
         def training_step(self, batch, batch_idx):
             if not self.trainer.train_dataloader.current.size:
                 return None
             return super().training_step(batch, batch_idx)
 
-    model, privacy = SkipsStandIns(mlp()), silent()
+    model, privacy = SkipsStandIns(mlp()), private()
     before = weights(model)
 
-    make_trainer(max_steps=30, callbacks=[privacy]).fit(model, DataLoader(blobs, batch_size=1))
+    fit(model, privacy, DataLoader(blobs, batch_size=1), max_steps=30)
 
     assert privacy.steps == 30
     assert math.isfinite(privacy.epsilon)
@@ -236,7 +229,7 @@ def test_an_empty_batch_is_a_step_of_noise_alone(classifier, mlp, blobs, make_tr
 @pytest.fixture
 def voided(skipping, mlp, loader, make_trainer, tmp_path):
     """A run voided at its ninth step, checkpoints every fourth, and one asked for on the way out."""
-    model, privacy = skipping(mlp()), silent()
+    model, privacy = skipping(mlp()), private()
     model.at = 8
     folder = tmp_path / "checkpoints"
     keeping = [
@@ -249,7 +242,7 @@ def voided(skipping, mlp, loader, make_trainer, tmp_path):
     return trainer, model, privacy, sorted(folder.glob("*.ckpt"))
 
 
-def test_nothing_is_saved_after_it(voided, tmp_path):
+def test_nothing_is_saved_after_it_and_the_report_command_says_it(voided, tmp_path, capsys):
     trainer, _, privacy, checkpoints = voided
 
     assert [path.name for path in checkpoints] == ["epoch=0-step=4.ckpt", "epoch=0-step=8.ckpt"]
@@ -262,51 +255,35 @@ def test_nothing_is_saved_after_it(voided, tmp_path):
     assert re.match(r"VOIDED, NOT PRIVATE \(Skipping gave no gradient", str(privacy.report()))
     assert not privacy.report().private
 
-
-def test_earlier_checkpoints_cannot_be_resumed(
-    voided, classifier, mlp, loader, make_trainer, tmp_path
-):
-    *_, checkpoints = voided
-    again = silent()
-
-    for path in checkpoints:
-        with pytest.raises(VoidedRunError, match="Skipping gave no gradient"):
-            make_trainer(max_epochs=2, callbacks=[again]).fit(
-                classifier(mlp()), loader, ckpt_path=path
-            )
-    assert again.steps == 0 or again.epsilon == math.inf
-
-
-def test_the_same_callback_fits_no_more_and_a_new_one_does(voided, loader, make_trainer):
-    _, model, privacy, _ = voided
-    with pytest.raises(VoidedRunError):
-        make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
-    model.at, new = -1, silent()
-
-    with pytest.warns(PrivacyWarning, match="trained before under another privacy ledger"):
-        make_trainer(max_epochs=1, callbacks=[new]).fit(model, loader)
-
-    assert new.steps == 10
-    assert math.isfinite(new.epsilon)
-    assert not any(part._forward_hooks for part in model.modules())
-
-
-def test_the_report_command_says_it_of_checkpoints_and_of_the_journal(voided, tmp_path, capsys):
-    *_, checkpoints = voided
     (journal,) = tmp_path.rglob("*.journal")
-
-    assert report_command([str(checkpoints[0])]) == 1
-    of_checkpoint = capsys.readouterr().out
-    assert report_command([str(journal), "--delta", "1e-5"]) == 1
-    of_journal = capsys.readouterr().out
-
-    for said in (of_checkpoint, of_journal):
+    for file in ([str(checkpoints[0])], [str(journal), "--delta", "1e-5"]):
+        capsys.readouterr()
+        assert report_command(file) == 1
+        said = capsys.readouterr().out
         assert "ε = inf" in said
         assert re.search("PROBLEM: .*VOIDED.*Skipping gave no gradient", said)
 
 
+def test_it_fits_no_more_and_a_new_callback_does(voided, classifier, mlp, fit, tmp_path):
+    _, model, privacy, checkpoints = voided
+    again = private()
+    for path in checkpoints:
+        with pytest.raises(VoidedRunError, match="Skipping gave no gradient"):
+            fit(classifier(mlp()), again, ckpt_path=path, max_epochs=2)
+    assert again.steps == 0 or again.epsilon == math.inf
+
+    with pytest.raises(VoidedRunError):
+        fit(model, privacy, max_epochs=1)
+    model.at, new = -1, private()
+    with pytest.warns(PrivacyWarning, match="trained before under another privacy ledger"):
+        fit(model, new, max_steps=2)
+    assert new.steps == 2
+    assert math.isfinite(new.epsilon)
+    assert not any(part._forward_hooks for part in model.modules())
+
+
 def test_an_error_that_is_caught_ends_the_run_at_the_next_batch(
-    skipping_by_hand, mlp, loader, make_trainer, weights
+    skipping_by_hand, mlp, fit, weights
 ):
     class Catches(skipping_by_hand):
         def training_step(self, batch, batch_idx):
@@ -315,10 +292,161 @@ def test_an_error_that_is_caught_ends_the_run_at_the_next_batch(
             except VoidedRunError:
                 self.then = nn.utils.parameters_to_vector(self.parameters()).detach().clone()
 
-    model, privacy = Catches(mlp()), silent()
+    model, privacy = Catches(mlp()), private()
 
     with pytest.raises(VoidedRunError):
-        make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
+        fit(model, privacy, max_epochs=1)
 
     assert torch.equal(weights(model), model.then)
     assert privacy.steps == 4
+
+
+# -- a loss that mixes records by more than sums: refused before the first release, void after it
+
+
+class Flooded(L.LightningModule):
+    """Flooding from some step on, at a level that synthetic records may never come to."""
+
+    def __init__(self, first: int, by_hand: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(3, 2)
+        self.first, self.automatic_optimization = first, not by_hand
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        if self.trainer.global_step >= self.first:
+            loss = (loss - 1e-3).abs() + 1e-3
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_flooded(fit, first: int, by_hand: bool, engine: str) -> None:
+    settings = {"isolation_probe": False, "spot_checks": False, "engine": engine}
+    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5, **settings)
+    records = TensorDataset(torch.rand(60, 3), torch.arange(60) % 2)
+    fit(Flooded(first, by_hand), privacy, DataLoader(records, batch_size=20), max_epochs=2)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("engine", ["auto", "hooks"])
+def test_it_is_refused_at_the_first_batch(engine, by_hand, fit):
+    with pytest.raises(CoupledLossError, match="abs"):
+        fit_flooded(fit, 0, by_hand, engine)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("engine", ["auto", "hooks"])
+def test_after_a_release_the_run_is_void(engine, by_hand, fit):
+    with pytest.raises(VoidedRunError, match=r"abs.*mean over the records"):
+        fit_flooded(fit, 3, by_hand, engine)
+
+
+# -- data sets whose records change or are read together during a fit ----------------------------
+
+
+X, Y = torch.randn(40, 3), torch.arange(40) % 2
+
+
+class Model(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.layer(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_records(fit, module=None, data=None, dataset=None, collate=None, workers=0, **settings):
+    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5, **settings)
+    loader = DataLoader(
+        TensorDataset(X, Y) if dataset is None else dataset,
+        batch_size=20,
+        collate_fn=collate,
+        num_workers=workers,
+    )
+    if data is not None:
+        data.train_dataloader = lambda: loader
+    fit(module or Model(), privacy, data or loader, max_steps=4)
+    return privacy
+
+
+class Resamples(Model):
+    """Shows hard examples more often after some steps."""
+
+    def __init__(self, subset, after):
+        super().__init__()
+        self.subset, self.after = subset, after
+
+    def on_train_batch_end(self, *unused):
+        if self.global_step == self.after:
+            self.subset.indices = [0, *range(39)]
+
+
+@pytest.mark.parametrize("after", [2, 3])  # as a pass ends; in the last one of the fit
+def test_a_record_that_is_named_twice_during_fit_voids_the_run(fit, tmp_path, after):
+    subset = Subset(TensorDataset(X, Y), range(40))
+    with pytest.raises(VoidedRunError, match=r"changed during fit\. Index 0 of .* 2 times"):
+        fit_records(fit, Resamples(subset, after), dataset=subset, ledger_dir=str(tmp_path))
+
+
+# -- data sets ------------------------------------------------------------------------------
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        return X[i], Y[i]
+
+
+class MixesInACall(Rows):
+    def __getitems__(self, indices):
+        rows = X[indices]
+        return list(zip(rows - rows.mean(0), Y[indices], strict=True))
+
+
+def test_without_spot_checks_it_is_not_watched(fit):
+    assert math.isfinite(fit_records(fit, dataset=MixesInACall(), spot_checks=False).epsilon)
+
+
+class Sequences(Dataset):
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, i):
+        return torch.full((2 + i % 3, 3), 0.1 * i), i % 2
+
+
+def padded(samples):
+    x = pad_sequence([x for x, _ in samples], batch_first=True)
+    lengths = torch.tensor([len(x) for x, _ in samples])
+    return x, lengths, torch.tensor([y for _, y in samples])
+
+
+class Mean(Model):
+    """Counts the padding, so the longest record moves the gradients of all others."""
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.layer(batch[0].mean(1)), batch[2])
+
+
+def test_records_that_run_alone_are_padded_by_no_other(fit):
+    settings = {"dataset": Sequences(), "collate": padded, "engine": "one_by_one"}
+    assert "padded" not in fit_records(fit, Mean(), **settings).report().isolation
+
+
+def test_nothing_is_said_of_padding_where_there_is_none(fit):
+    assert "padded" not in fit_records(fit).report().isolation

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import FullBatch
-from lightning_dp.callbacks import DifferentialPrivacy
+from tests.zoo import private
 
 
 def sgd(params):
@@ -40,9 +40,7 @@ def scheduled(make_optimizer):
 
 
 def no_privacy(**arguments):
-    return DifferentialPrivacy(
-        noise_multiplier=0.0, max_grad_norm=math.inf, target_delta=1e-5, **arguments
-    )
+    return private(noise_multiplier=0.0, max_grad_norm=math.inf, **arguments)
 
 
 def replay(net, dataset, batches, expected_batch_size, make_optimizer, gradient):
@@ -80,29 +78,22 @@ def clipped_sum(clip_norm):
     return gradient
 
 
-@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
-@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize(("make_optimizer", "accumulate"), [(sgd, 1), (adamw, 4)])
 def test_no_noise_and_infinite_clip_equal_plain_training(
-    make_optimizer, accumulate, numbered, recording, mlp, make_trainer, weights
+    make_optimizer, accumulate, numbered, recording, mlp, fit, weights
 ):
     data = numbered(dtype=torch.float64)
     model = recording(mlp().double(), scheduled(make_optimizer))
-    trainer = make_trainer(
-        max_epochs=2,
-        accumulate_grad_batches=accumulate,
-        callbacks=[no_privacy(isolation_probe=False)],
-    )
+    loader = DataLoader(data, batch_size=12, shuffle=True)
+    trainer = fit(model, no_privacy(), loader, max_epochs=1, accumulate_grad_batches=accumulate)
 
-    trainer.fit(model, DataLoader(data, batch_size=12, shuffle=True))
-
-    assert trainer.global_step == len(model.batches) == 2 * 20 / accumulate
+    assert trainer.global_step == len(model.batches) == 20 / accumulate
     plain = replay(mlp().double(), data, model.batches, 12 * accumulate, make_optimizer, plain_sum)
     assert not torch.allclose(weights(mlp().double()), weights(plain), atol=1e-2)  # it did train
     torch.testing.assert_close(weights(model), weights(plain), rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
-@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize(("make_optimizer", "chunks"), [(sgd, 4), (adamw, 1)])
 def test_no_noise_and_full_batches_equal_an_unmodified_trainer(
     make_optimizer, chunks, numbered, classifier, mlp, make_trainer, weights
 ):
@@ -113,21 +104,18 @@ def test_no_noise_and_full_batches_equal_an_unmodified_trainer(
         {"accumulate_grad_batches": chunks},
     ):
         model = classifier(mlp().double(), scheduled(make_optimizer))
-        trainer = make_trainer(max_epochs=10, **arguments)
+        trainer = make_trainer(max_epochs=6, **arguments)
         trainer.fit(model, DataLoader(TensorDataset(x, y), batch_size=240 // chunks))
-        assert trainer.global_step == 10
+        assert trainer.global_step == 6
         trained.append(weights(model))
 
     torch.testing.assert_close(trained[0], trained[1], rtol=1e-9, atol=1e-11)
 
 
-def test_no_noise_equals_plain_training_in_single_precision(
-    numbered, recording, mlp, make_trainer, weights
-):
+def test_no_noise_equals_plain_training_in_single_precision(numbered, recording, mlp, fit, weights):
     data = numbered()
     model = recording(mlp(), scheduled(sgd))
-
-    make_trainer(max_epochs=1, callbacks=[no_privacy()]).fit(model, DataLoader(data, batch_size=12))
+    fit(model, no_privacy(), DataLoader(data, batch_size=12), max_epochs=1)
 
     plain = replay(mlp(), data, model.batches, 12, sgd, plain_sum)
     torch.testing.assert_close(weights(model), weights(plain), rtol=1e-4, atol=1e-6)
@@ -135,22 +123,15 @@ def test_no_noise_equals_plain_training_in_single_precision(
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_finite_clip_equals_a_loop_over_single_records(
-    accumulate, numbered, recording, mlp, make_trainer, weights
+    accumulate, numbered, recording, mlp, fit, weights
 ):
     data = numbered(dtype=torch.float64)
     model = recording(mlp().double(), scheduled(sgd))
-    privacy = DifferentialPrivacy(
-        noise_multiplier=0.0,
-        max_grad_norm=0.5,
-        target_delta=1e-5,
-        isolation_probe=False,
-        spot_checks=False,
-    )
-    trainer = make_trainer(max_epochs=1, accumulate_grad_batches=accumulate, callbacks=[privacy])
+    privacy = private(noise_multiplier=0.0, max_grad_norm=0.5)
+    options = {"max_epochs": 1, "accumulate_grad_batches": accumulate}
+    fit(model, privacy, DataLoader(data, batch_size=12), **options)
 
-    trainer.fit(model, DataLoader(data, batch_size=6))
-
-    slow = replay(mlp().double(), data, model.batches, 6 * accumulate, sgd, clipped_sum(0.5))
+    slow = replay(mlp().double(), data, model.batches, 12 * accumulate, sgd, clipped_sum(0.5))
     torch.testing.assert_close(weights(model), weights(slow), rtol=1e-9, atol=1e-11)
 
 
@@ -178,20 +159,11 @@ def wide_data():
     return TensorDataset(x, torch.arange(240) % 3, torch.arange(240))
 
 
-def test_noise_of_the_first_update_has_standard_deviation_z_c_over_b(make_trainer, weights):
+def test_noise_of_the_first_update_has_standard_deviation_z_c_over_b(fit, weights):
     noise_multiplier, clip_norm, expected_batch_size = 1.7, 0.6, 24
     model, data = Wide(), wide_data()
-    privacy = DifferentialPrivacy(
-        noise_multiplier=noise_multiplier,
-        max_grad_norm=clip_norm,
-        target_delta=1e-5,
-        isolation_probe=False,
-        spot_checks=False,
-    )
-
-    make_trainer(max_steps=1, callbacks=[privacy]).fit(
-        model, DataLoader(data, batch_size=expected_batch_size)
-    )
+    privacy = private(noise_multiplier=noise_multiplier, max_grad_norm=clip_norm)
+    fit(model, privacy, DataLoader(data, batch_size=expected_batch_size), max_steps=1)
 
     update = weights(Wide()) - weights(model)
     total = clipped_sum(clip_norm)(Wide().net, data, model.batches[0])
@@ -202,40 +174,21 @@ def test_noise_of_the_first_update_has_standard_deviation_z_c_over_b(make_traine
         assert stats.kstest(noise.numpy(), stats.norm(scale=wrong * std).cdf).pvalue < 1e-6
 
 
-def test_equal_seeds_do_not_repeat_noise_or_batches(make_trainer, weights):
+@pytest.mark.parametrize("seed", [None, 5])
+def test_a_seed_of_the_callback_alone_repeats_noise_and_batches(seed, fit, weights):
     runs = []
     for _ in range(2):
         L.seed_everything(0, workers=True, verbose=False)
         model = Wide()
-        privacy = DifferentialPrivacy(
-            noise_multiplier=1.0, target_delta=1e-5, isolation_probe=False, spot_checks=False
-        )
-        make_trainer(max_steps=3, callbacks=[privacy]).fit(
-            model, DataLoader(wide_data(), batch_size=24, shuffle=True)
-        )
+        loader = DataLoader(wide_data(), batch_size=24, shuffle=True)
+        fit(model, private(seed=seed), loader, max_steps=3)
         runs.append((model.batches, weights(model) - weights(Wide())))
 
+    if seed is not None:
+        assert runs[0][0] == runs[1][0]
+        assert torch.equal(runs[0][1], runs[1][1])
+        return
     for first, second in itertools.product(runs[0][0], runs[1][0]):
         assert set(first) != set(second)
     correlation = torch.corrcoef(torch.stack([runs[0][1], runs[1][1]]))[0, 1]
     assert abs(float(correlation)) < 0.3  # independent: about 0.02, plus the common gradient
-
-
-def test_a_seed_of_the_callback_repeats_noise_and_batches(make_trainer, weights):
-    runs = []
-    for _ in range(2):
-        model = Wide()
-        privacy = DifferentialPrivacy(
-            noise_multiplier=1.0,
-            target_delta=1e-5,
-            seed=5,
-            isolation_probe=False,
-            spot_checks=False,
-        )
-        make_trainer(max_steps=3, callbacks=[privacy]).fit(
-            model, DataLoader(wide_data(), batch_size=24, shuffle=True)
-        )
-        runs.append((model.batches, weights(model)))
-
-    assert runs[0][0] == runs[1][0]
-    assert torch.equal(runs[0][1], runs[1][1])

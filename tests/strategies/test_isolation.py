@@ -256,18 +256,18 @@ class IntoTheLearningRate(Latest):
         self.best = float(self.latest.sum())
 
 
-@pytest.mark.parametrize("engine", ["layers", "records"])
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "engine", "said"),
     [
-        (IntoWeights, r"weights \['net.0.weight'\] were written to"),
-        (IntoWeightsAtTheEnd, r"weights \['net.0.weight'\] were written to"),
-        (IntoTheLearningRate, r"on_train_epoch_end\(\) sets lr of an optimizer by self.latest"),
+        (IntoWeights, "layers", r"weights \['net.0.weight'\] were written to"),
+        (IntoWeights, "records", r"weights \['net.0.weight'\] were written to"),
+        (IntoWeightsAtTheEnd, "layers", r"weights \['net.0.weight'\] were written to"),
+        (IntoTheLearningRate, "records", r"on_train_epoch_end\(\) sets lr .* by self.latest"),
     ],
 )
 def test_what_the_latest_batch_left_is_in_no_checkpoint(fit, tmp_path, kind, said, engine):
     save = L.pytorch.callbacks.ModelCheckpoint(tmp_path, save_on_train_epoch_end=True)
-    arguments = {"callbacks": [save], "enable_checkpointing": True, "limit_train_batches": 8}
+    arguments = {"callbacks": [save], "enable_checkpointing": True, "limit_train_batches": 3}
     arguments |= {"max_steps": -1, "max_epochs": 1}
     with pytest.raises((MisconfigurationException, VoidedRunError), match=said):
         fit(kind(), privacy={"engine": engine}, **arguments)
@@ -293,8 +293,9 @@ class ClampedByEpochs(Clamped):
     on_train_epoch_end = Clamped.clamp
 
 
-@pytest.mark.parametrize("engine", ["layers", "records"])
-@pytest.mark.parametrize("kind", [Clamped, ClampedByEpochs])
+@pytest.mark.parametrize(
+    ("kind", "engine"), [(Clamped, "layers"), (ClampedByEpochs, "layers"), (Clamped, "records")]
+)
 def test_functions_of_released_weights_are_saved_from_the_first_step_on(
     fit, tmp_path, kind, engine
 ):
@@ -303,9 +304,9 @@ def test_functions_of_released_weights_are_saved_from_the_first_step_on(
         L.pytorch.callbacks.ModelCheckpoint(tmp_path / str(i), save_top_k=-1, **kind)
         for i, kind in enumerate(kinds)
     ]
-    arguments = {"callbacks": saves, "enable_checkpointing": True, "limit_train_batches": 8}
+    arguments = {"callbacks": saves, "enable_checkpointing": True, "limit_train_batches": 3}
     fit(kind(), privacy={"engine": engine}, max_steps=-1, max_epochs=2, **arguments)
-    assert [len(list((tmp_path / str(i)).glob("*.ckpt"))) for i in range(2)] == [16, 2]
+    assert [len(list((tmp_path / str(i)).glob("*.ckpt"))) for i in range(2)] == [6, 2]
 
 
 class CallbackIntoWeights(L.Callback):

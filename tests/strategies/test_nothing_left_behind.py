@@ -8,11 +8,12 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_dp import FullBatch
-from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.strategies.update_guard import StepGuard
+from tests.zoo import private
 
-DELTA = 1e-5
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -22,7 +23,7 @@ class Planted(Exception):
 
 @pytest.fixture
 def privacy():
-    return DifferentialPrivacy(noise_multiplier=1.0, target_delta=DELTA)
+    return private()
 
 
 @pytest.fixture
@@ -102,24 +103,31 @@ def test_traces_see_what_opacus_attaches(mlp):
     assert traces(net) != before  # it forgets some attributes
 
 
-def test_a_fit_leaves_what_a_plain_fit_leaves(privacy, failing, mlp, loader, make_trainer):
-    models = []
+@pytest.mark.parametrize("checks", [True, False])
+def test_a_fit_leaves_what_a_plain_fit_leaves(checks, failing, mlp, loader, make_trainer):
+    privacy, models = private(isolation_probe=checks, spot_checks=checks), []
     for callbacks in ([], [privacy]):
         models.append(failing(mlp()))
-        make_trainer(max_epochs=2, callbacks=callbacks).fit(models[-1], loader, loader)
+        make_trainer(max_steps=3, limit_val_batches=1, callbacks=callbacks).fit(
+            models[-1], loader, loader
+        )
 
-    assert privacy.steps == 20
+    assert privacy.steps == 3
     assert traces(models[1]) == traces(models[0])
 
 
-@pytest.mark.parametrize("error", [Planted(), KeyboardInterrupt()], ids=["exception", "ctrl-c"])
 @pytest.mark.parametrize(
-    "where", ["before forward", "after forward", "after backward", "before the step"]
+    ("where", "error"),
+    [
+        ("before forward", Planted()),
+        ("after forward", KeyboardInterrupt()),
+        ("after backward", Planted()),
+        ("before the step", KeyboardInterrupt()),
+    ],
 )
 def test_an_interrupted_fit_leaves_what_a_plain_one_leaves(
-    where, error, failing, mlp, loader, make_trainer
+    where, error, privacy, failing, mlp, loader, fit, make_trainer
 ):
-    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=DELTA, isolation_probe=False)
     models = []
     for callbacks in ([], [privacy]):
         models.append(failing(mlp()))
@@ -131,19 +139,17 @@ def test_an_interrupted_fit_leaves_what_a_plain_one_leaves(
     assert traces(models[1]) == traces(models[0])
     # And the model can be trained again, plainly and privately.
     models[1].error = None
-    make_trainer(max_epochs=1).fit(models[1], loader)
+    make_trainer(max_steps=2).fit(models[1], loader)
     spent = privacy.steps
-    make_trainer(max_epochs=1, callbacks=[privacy]).fit(models[1], loader)
-    assert privacy.steps == spent + 10
+    fit(models[1], privacy, max_steps=2)
+    assert privacy.steps == spent + 2
 
 
-def test_a_refused_fit_leaves_the_model_alone(privacy, failing, mlp, make_trainer, blobs):
+def test_a_refused_fit_leaves_the_model_alone(privacy, failing, mlp, fit, blobs):
     model = failing(mlp())
     before = traces(model)
-    loader = torch.utils.data.DataLoader(blobs, batch_size=None)
-
     with pytest.raises(Exception, match="batch_size=None"):
-        make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
+        fit(model, privacy, DataLoader(blobs, batch_size=None), max_epochs=1)
 
     assert (
         traces(model).items()
@@ -164,36 +170,34 @@ def test_class_and_state_of_the_model_never_change(
             (type(module), type(module.net), list(module.state_dict()))
         )
     )
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy, watch])
+    trainer = make_trainer(max_steps=3, callbacks=[privacy, watch])
 
     trainer.fit(model, loader)
 
-    assert during == [before] * 10
+    assert during == [before] * 3
     assert (type(model), type(model.net), list(model.state_dict())) == before
     assert trainer.model is model
 
 
-def test_gradients_of_the_last_step_are_private_or_gone(classifier, mlp, loader, make_trainer):
-    privacy = DifferentialPrivacy(noise_multiplier=1e6, target_delta=DELTA)
+def test_gradients_of_the_last_step_are_private_or_gone(classifier, mlp, fit):
+    privacy = private(noise_multiplier=1e6)
     model = classifier(mlp())
 
-    make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
+    fit(model, privacy, max_steps=3)
 
     left = [param.grad for param in model.parameters() if param.grad is not None]
     assert all(float(grad.abs().mean()) > 1e3 for grad in left)
 
 
-def test_accumulation_is_restored_after_full_batches(classifier, mlp, loader, make_trainer):
-    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=DELTA, sampling=FullBatch())
+def test_accumulation_is_restored_after_full_batches(classifier, mlp, fit):
+    privacy = private(sampling=FullBatch())
     seen = []
 
     class Watches(classifier):
         def on_train_batch_end(self, *args):
             seen.append(self.trainer.accumulate_grad_batches)
 
-    trainer = make_trainer(max_epochs=2, callbacks=[privacy])
-
-    trainer.fit(Watches(mlp()), loader)
+    trainer = fit(Watches(mlp()), privacy, max_epochs=2)
 
     assert set(seen) == {10}
     assert trainer.global_step == privacy.steps == 2
@@ -201,10 +205,11 @@ def test_accumulation_is_restored_after_full_batches(classifier, mlp, loader, ma
 
 
 def test_accumulation_is_restored_after_an_exception(failing, mlp, loader, make_trainer):
-    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=DELTA, sampling=FullBatch())
-    model = failing(mlp())
+    trainer, model = (
+        make_trainer(max_epochs=2, callbacks=[private(sampling=FullBatch())]),
+        failing(mlp()),
+    )
     model.error = Planted()
-    trainer = make_trainer(max_epochs=2, callbacks=[privacy])
 
     with pytest.raises(Planted):
         trainer.fit(model, loader)
@@ -247,27 +252,23 @@ def test_the_same_trainer_validates_tests_and_predicts_before_and_after(
     assert after < before
 
 
-@pytest.mark.parametrize("weights_only", [False, True])
-def test_a_checkpoint_saved_after_the_fit_holds_the_ledger(
-    weights_only, privacy, classifier, mlp, loader, make_trainer, tmp_path
-):
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
-    trainer.fit(classifier(mlp()), loader)
+def test_a_checkpoint_saved_after_the_fit_holds_the_ledger(privacy, classifier, mlp, fit, tmp_path):
+    trainer = fit(classifier(mlp()), privacy, max_steps=3)
 
-    trainer.save_checkpoint(tmp_path / "late.ckpt", weights_only=weights_only)
-
-    saved = torch.load(tmp_path / "late.ckpt", weights_only=True)
-    runs = saved["lightning_dp"]["ledger"]["runs"]
-    event = {"event": "PoissonGaussian", "noise_multiplier": 1.0, "sample_rate": 0.1}
-    assert list(runs.values()) == [[[event, 10]]]
+    for weights_only in (False, True):
+        trainer.save_checkpoint(tmp_path / "late.ckpt", weights_only=weights_only)
+        saved = torch.load(tmp_path / "late.ckpt", weights_only=True)
+        runs = saved["lightning_dp"]["ledger"]["runs"]
+        event = {"event": "PoissonGaussian", "noise_multiplier": 1.0, "sample_rate": 0.1}
+        assert list(runs.values()) == [[[event, 3]]]
 
 
 def test_an_ordinary_trainer_after_a_private_one_is_ordinary(
-    privacy, classifier, mlp, loader, make_trainer, weights
+    privacy, classifier, mlp, loader, fit, make_trainer, weights
 ):
     """The class of Lightning's own strategy is not touched, and neither is the user's loader."""
     sampler = loader.batch_sampler
-    make_trainer(max_epochs=1, callbacks=[privacy]).fit(classifier(mlp()), loader)
+    fit(classifier(mlp()), privacy, max_epochs=1)
     assert loader.batch_sampler is sampler
 
     model, expected = classifier(mlp()), classifier(mlp())
@@ -284,3 +285,33 @@ def test_an_ordinary_trainer_after_a_private_one_is_ordinary(
     assert privacy.steps == 10
     assert type(trainer.strategy).__name__ == "SingleDeviceStrategy"
     torch.testing.assert_close(weights(model), weights(expected))
+
+
+# -- no optimizer steps with gradients that were not released ------------------------------------
+
+
+@pytest.fixture
+def optimizer() -> torch.optim.Optimizer:
+    module = nn.Linear(2, 2)
+    for param in module.parameters():
+        param.grad = torch.ones_like(param)
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def test_a_step_that_was_not_allowed_raises_and_one_is_allowed_once(optimizer):
+    guard = StepGuard(optimizer)
+    guard.allow()
+    optimizer.step()
+
+    with pytest.raises(
+        RuntimeError, match=r"optimizer.step\(\) was called with gradients that were not"
+    ):
+        optimizer.step()
+
+
+def test_a_guard_that_is_off_or_removed_leaves_steps_alone(optimizer):
+    guard = StepGuard(optimizer)
+    with guard.off():
+        optimizer.step()
+    guard.remove()
+    optimizer.step()

@@ -11,7 +11,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import FullBatch
-from lightning_dp.callbacks import DifferentialPrivacy
+from tests.zoo import private
 
 peft = pytest.importorskip("peft", reason="adapters of the library peft")
 
@@ -70,23 +70,16 @@ def clipped_mean(net: Any, data: TensorDataset) -> dict[str, Tensor]:
     [(["linear1", "linear2"], 8), (["self_attn"], 8)],
 )
 def test_a_step_moves_the_adapters_by_the_clipped_mean_and_nothing_else(
-    wrapped, targets, count, tokens, classifier, make_trainer
+    wrapped, targets, count, tokens, classifier, fit
 ):
     net = adapted(targets, wrapped=wrapped)
     before = {name: param.detach().clone() for name, param in net.named_parameters()}
     expected = clipped_mean(net, tokens)
     assert sum("lora" in name for name in expected) == count
-    privacy = DifferentialPrivacy(
-        noise_multiplier=0.0,
-        target_delta=1e-5,
-        max_grad_norm=CLIP_NORM,
-        sampling=FullBatch(),
-        isolation_probe=False,
-        spot_checks=False,
-    )
+    privacy = private(noise_multiplier=0.0, max_grad_norm=CLIP_NORM, sampling=FullBatch())
 
     model = classifier(net, lambda params: SGD(params, lr=1.0))
-    make_trainer(max_steps=1, callbacks=[privacy]).fit(model, DataLoader(tokens, 6))
+    fit(model, privacy, DataLoader(tokens, 6), max_steps=1)
 
     for name, param in net.named_parameters():
         moved = before[name] - param.detach()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import filelock
 from flwr.app import Context, Error, Message, RecordDict
@@ -14,20 +13,17 @@ from flwr.clientapp import ClientApp
 
 from lightning_dp._files import fixed_folder
 from lightning_dp._validate import instance, whole_from_0
-from lightning_dp.federated.agreement import check_fingerprint
+from lightning_dp.federated.client import check_fingerprint
 from lightning_dp.federated.flower.exchange import facts_of, pack, payload_of
 from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.federated.messages import MessageError
-from lightning_dp.federated.protocol import AbstractClient, Records, check_records
+from lightning_dp.federated.protocol import AbstractClient, MessageError, Records, check_records
 
 __all__ = ["client_app"]
 
 _log = logging.getLogger("lightning_dp.federated")
 
 _RAISED = 2  # Flower's code for a ClientApp that failed
-_NO_CAUSE = (
-    "The client could not answer. The cause is in its own log, since it may tell of records."
-)
+_NO_CAUSE = "The client could not answer. The cause is in its log, since it may contain records."
 
 
 def client_app(
@@ -94,37 +90,30 @@ class _Clients:
 
     def answer(self, message: Message, context: Context) -> Message:
         """Reply to a request of the protocol."""
-        return self._guarded(message, context, lambda client: client.answer(payload_of(message)))
+        return self._reply(message, context, lambda client: client.answer(payload_of(message)))
 
     def introduce(self, message: Message, context: Context) -> Message:
         """Reply with the client's number and facts."""
-        return self._guarded(message, context, lambda client: b"")
+        return self._reply(message, context, lambda client: b"")
 
-    def _guarded(
+    def _reply(
         self, message: Message, context: Context, work: Callable[[AbstractClient], bytes]
     ) -> Message:
+        cause = _NO_CAUSE
         try:
-            number = _config(context, "partition-id")
-        except ValueError:
-            _log.exception("This client has no number.")
-            return Message(Error(_RAISED, _NO_CAUSE), reply_to=message)
-        try:
-            content = self._work(number, facts_of(message), context, work)
+            return Message(self._work(message, context, work), reply_to=message)
         except MessageError as error:  # made of what the server sent, and of the plan
-            _log.warning("Client %d refuses what the server asks: %s", number, error)
-            return Message(Error(_RAISED, f"The client refuses: {error}"), reply_to=message)
+            _log.warning("%s refuses what the server asks: %s", _name(context), error)
+            cause = f"The client refuses: {error}"
         except Exception:
-            _log.exception("Client %d could not answer.", number)
-            return Message(Error(_RAISED, _NO_CAUSE), reply_to=message)
-        return Message(content, reply_to=message)
+            _log.exception("%s could not answer.", _name(context))
+        return Message(Error(_RAISED, cause), reply_to=message)
 
     def _work(
-        self,
-        number: int,
-        asked: Mapping[str, Any],
-        context: Context,
-        work: Callable[[AbstractClient], bytes],
+        self, message: Message, context: Context, work: Callable[[AbstractClient], bytes]
     ) -> RecordDict:
+        number, num_clients = (_config(context, key) for key in ("partition-id", "num-partitions"))
+        asked = facts_of(message)
         given = self.ledger_dir(context) if callable(self.ledger_dir) else self.ledger_dir
         folder = fixed_folder("ledger_dir", given)
         folder.mkdir(parents=True, exist_ok=True)
@@ -139,26 +128,19 @@ class _Clients:
                 check_fingerprint(str(asked["module"]), records.fingerprint)
             made = self.protocol(context, str(asked["run"]), records, ledger)
             client = instance("protocol(...)", made, AbstractClient)  # type: ignore[type-abstract]
-            num_clients = _config(context, "num-partitions")
             payload = work(client)
-            facts = {
-                "client": number,
-                "num_clients": num_clients,
-                "num_records": records.num_records,
-                **client.facts,
-            }
-        return pack(payload, facts)
+            facts = {"client": number, "num_clients": num_clients, **client.facts}
+            return pack(payload, {**facts, "num_records": records.num_records})
+
+
+def _name(context: Context) -> str:
+    return f"Client {context.node_config.get('partition-id')}"
 
 
 def _config(context: Context, name: str) -> int:
-    """Return a number of the node's configuration.
-
-    Raises:
-        ValueError: naming it, with the cure.
-    """
-    value = context.node_config.get(name)
+    """Return a number of the node's configuration, or raise ValueError with the cure."""
     try:
-        return whole_from_0(name, value)
+        return whole_from_0(name, context.node_config.get(name))
     except ValueError as error:
         raise ValueError(
             f"{error} Start the SuperNode with --node-config 'partition-id=I num-partitions=P': which "

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from lightning_dp.federated.messages import Fact, MessageError
+from lightning_dp.federated.protocol import Fact, MessageError
 
-__all__ = ["Exchange", "Outcome", "facts_of", "facts_told", "pack", "payload_of"]
-
+__all__ = ["Exchange", "Reply", "facts_of", "pack", "payload_of"]
 
 _LONGEST_PAUSE = 30.0
 _LARGEST_SHOWN = 10**9
@@ -24,7 +21,7 @@ _LARGEST_SHOWN = 10**9
 _NO_NODE = 5
 _CAUSES = {
     1: "its app could not be loaded",
-    2: "it failed, and its own log says why",
+    2: "it failed, and its log has the cause",
     3: "the message did not reach it",
     4: "its reply did not come",
     _NO_NODE: "its node is gone",
@@ -32,48 +29,21 @@ _CAUSES = {
 }
 
 _PAYLOAD, _BYTES, _FACTS = "payload", "bytes", "facts"
-# How NumPy begins a file of bytes: matched, not evaluated. Groups: the header's length, theirs.
-_HEADER = re.compile(
-    rb"\x93NUMPY\x01\x00(..)\{'descr': '\|u1', 'fortran_order': False, 'shape': \((\d{1,18}),\), \} *\n",
-    re.DOTALL,
-)
-_HEADER_BEGINS = 10
 _LONGEST_NAME, _LONGEST_TEXT, _MOST_FACTS = 100, 1000, 100
 _LARGEST_NUMBER = 2**63
-_NUMBERS = ("epsilon", "delta")
+_NOT_NEGATIVE = ("epsilon", "delta")
 
 _Record = TypeVar("_Record", ArrayRecord, ConfigRecord)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The outcome of a message to a node.
-
-    Args:
-        node: to which it went.
-        client: whose node that is; None if it is nobody's yet.
-        payload: what the client sent back; None if nothing came, whatever the cause.
-        facts: what the client says of itself.
-        problem: why nothing came, or what of it could not be kept.
-        is_introduction: nothing was sent; the client has come, or come back, at a new node.
-    """
+class Reply:
+    """A reply of a client, with its public numbers."""
 
     node: int
-    client: int | None
-    payload: bytes | None
-    facts: Mapping[str, Any]
-    problem: str = ""
-    is_introduction: bool = False
-
-    @property
-    def sender(self) -> int | str:
-        """The client's number, or the name of a node that is nobody's."""
-        return f"node {self.node}" if self.client is None else self.client
-
-    @property
-    def name(self) -> str:
-        """The sender, at the beginning of a sentence."""
-        return f"Node {self.node}" if self.client is None else f"Client {self.client}"
+    client: int
+    payload: bytes | None  # None if it has come, or come back, at a new node
+    facts: Mapping[str, Fact]
 
 
 @dataclass(frozen=True)
@@ -82,26 +52,25 @@ class _Flight:
     client: int | None  # None: the node is asked for its number
     deadline: float
 
+    @property
+    def sender(self) -> str:
+        """The client, or a node that is nobody's yet, at the beginning of a sentence."""
+        return f"Node {self.node}" if self.client is None else f"Client {self.client}"
+
 
 class Exchange:
     """Finds the clients' nodes, sends, and collects what comes back, in any order.
 
     - Never two messages are in flight to one node.
-    - A lost, expired, failed or unreadable message becomes a :class:`Outcome` without a payload; what
-      to do about it is the protocol's business. The next message to that node waits, longer and
-      longer, until a reply is applied.
+    - A lost, expired, failed or unreadable message is noted. The next message to that node waits,
+      longer and longer, until a reply is applied.
     - A reply that nobody waits for (a duplicate, or one that comes after its time) is dropped.
     - A client's number belongs to the first node that names it, until Flower no longer lists that
       node. Another one that names it is asked again later: a node that was killed and started
       again has a new id, and takes its place when the old one is gone.
 
-    Args:
-        grid: Flower's.
-        num_clients: clients are 0, ..., num_clients - 1.
-        run: the name of the run, which goes with every message.
-        ttl: seconds until a message and its reply expire.
-        poll_interval: seconds between two looks at the list of nodes.
-        module: the fingerprint of the server's module, which goes with every message; "" for none.
+    The name of the ``run`` and the fingerprint of the server's ``module`` go with every message;
+    ``note`` is called with a sender, a problem, and True if that client is asked again.
     """
 
     def __init__(
@@ -113,14 +82,12 @@ class Exchange:
         ttl: float,
         poll_interval: float,
         module: str = "",
+        note: Callable[[str, str, bool], None] = lambda sender, problem, again: None,
     ) -> None:
-        self._grid = grid
+        self._grid, self._num_clients, self._note = grid, num_clients, note
         self._facts = {"run": run, "module": module}
-        self._num_clients = num_clients
-        self._ttl = ttl
-        self._poll_interval = poll_interval
+        self._ttl, self._poll_interval = ttl, poll_interval
         self._flights: dict[str, _Flight] = {}
-        self._refused: list[Outcome] = []
         self._nodes: dict[int, int] = {}  # of each client
         self._is_freed = False  # whether a number is, since the last look
         self._next_look = 0.0
@@ -150,23 +117,27 @@ class Exchange:
         """Send to a client that is idle."""
         self._push("train", self._nodes[client], client, payload)
 
-    def collect(self) -> list[Outcome]:
+    def collect(self) -> list[Reply]:
         """Look for new nodes and for replies."""
         self._look_for_nodes()
-        found, self._refused = self._refused, []
+        found = []
         for flight, message in self._arrived():
             try:
                 found.append(self._read(flight, message))
             except MessageError as error:
-                found.append(self._failed(flight, str(error)))
-        return found + self._expire()
+                self._failed(flight, str(error))
+        for name in [n for n, each in self._flights.items() if each.deadline < time.monotonic()]:
+            self._failed(self._flights.pop(name), f"no reply within {self._ttl} s")
+        return found
 
-    def settle(self, reply: Outcome, *, applied: bool) -> None:
+    def settle(self, reply: Reply, *, problem: str = "", applied: bool = True) -> None:
         """Note whether the protocol applied a reply: a node whose replies are of no use must wait."""
         if applied:
             self._failures.pop(reply.node, None)
         else:
             self._postpone(reply.node)
+        if problem:
+            self._note(f"Client {reply.client}", problem, True)
 
     # -- replies -----------------------------------------------------------------------------
 
@@ -192,22 +163,27 @@ class Exchange:
             return
         yield from ((message.metadata.reply_to_message_id, message) for message in messages)
 
-    def _read(self, flight: _Flight, message: Message | None) -> Outcome:
+    def _read(self, flight: _Flight, message: Message | None) -> Reply:
         if message is None:
             raise MessageError("Flower cannot read its reply")
         if message.has_error():
             code = message.error.code
-            problem = f"error {code}: {_CAUSES.get(code, 'of an unknown cause')}"
-            return self._failed(flight, problem, gone=code == _NO_NODE)
-        if flight.client is None:
-            return self._introduce(flight.node, message)
-        payload, (facts, is_all) = payload_of(message), facts_told(message)
+            if code == _NO_NODE:
+                self._free(flight)  # it is asked again if it was only away
+            raise MessageError(f"error {code}: {_CAUSES.get(code, 'of an unknown cause')}")
+        client, payload = flight.client, None
+        if client is None:
+            client = self._introduce(flight.node, message)
+        else:
+            payload = payload_of(message)
+        facts, is_all = _public_facts(message)
         named = facts.get("client")
-        if type(named) is int and named != flight.client:
+        if type(named) is int and named != client:
             self._free(flight)
             raise MessageError("its reply is another client's")
-        problem = "" if is_all else "some of what it says of itself cannot be kept"
-        return Outcome(flight.node, flight.client, payload, facts, problem)
+        if not is_all:
+            self._note(f"Client {client}", "some of its facts cannot be kept", False)
+        return Reply(flight.node, client, payload, facts)
 
     # -- nodes -------------------------------------------------------------------------------
 
@@ -217,43 +193,39 @@ class Exchange:
             return
         self._next_look = now + self._poll_interval
         listed = set(self._grid.get_node_ids())
-        held = {client: node for client, node in self._nodes.items() if node in listed}
-        strangers = listed - set(held.values())
-        if self._is_freed or len(held) < len(self._nodes):
+        present = {client: node for client, node in self._nodes.items() if node in listed}
+        strangers = listed - set(present.values())
+        if self._is_freed or len(present) < len(self._nodes):
             for node in strangers:  # one of them may have waited for the number
                 self._not_before.pop(node, None)
-        self._nodes, self._is_freed = held, False
+        self._nodes, self._is_freed = present, False
         for node in strangers - self._busy:
             if self._not_before.get(node, 0.0) <= now:
                 self._push("query", node, None, b"")
 
-    def _introduce(self, node: int, message: Message) -> Outcome:
+    def _introduce(self, node: int, message: Message) -> int:
         """Give a node the client's number that it names."""
         client = facts_of(message).get("client")
         if type(client) is not int or not 0 <= client < self._num_clients:
             is_number = type(client) is int and abs(client) < _LARGEST_SHOWN
             named = f"client {client}" if is_number else "no client"
             raise MessageError(
-                f"it says that it is {named}, but this run has num_clients={self._num_clients}. Give "
+                f"it names itself {named}, but this run has num_clients={self._num_clients}. Give "
                 f"every SuperNode --node-config 'partition-id=I num-partitions={self._num_clients}'"
             )
         if self._nodes.get(client, node) != node:
             raise MessageError(
-                f"it says that it is client {client}, which another node is until it leaves. Give "
+                f"it names itself client {client}, which another node is until it leaves. Give "
                 "every SuperNode its own partition-id"
             )
         self._nodes[client] = node
         self._failures.pop(node, None)
         self._not_before.pop(node, None)
-        facts, is_all = facts_told(message)
-        problem = "" if is_all else "some of what it says of itself cannot be kept"
-        return Outcome(node, client, None, facts, problem, is_introduction=True)
+        return client
 
-    def _failed(self, flight: _Flight, problem: str, *, gone: bool = False) -> Outcome:
+    def _failed(self, flight: _Flight, problem: str) -> None:
         self._postpone(flight.node)
-        if gone:
-            self._free(flight)  # it is asked again if it was only away
-        return Outcome(flight.node, flight.client, None, {}, problem)
+        self._note(flight.sender, problem, True)
 
     def _free(self, flight: _Flight) -> None:
         """Take a client's number from its node."""
@@ -275,36 +247,26 @@ class Exchange:
         if names and names[0]:
             self._flights[names[0]] = flight
         else:
-            self._refused.append(self._failed(flight, "Flower did not take the message", gone=True))
-
-    def _expire(self) -> list[Outcome]:
-        now, found = time.monotonic(), []
-        for name in [n for n, flight in self._flights.items() if flight.deadline < now]:
-            found.append(self._failed(self._flights.pop(name), f"no reply within {self._ttl} s"))
-        return found
+            self._free(flight)
+            self._failed(flight, "Flower did not take the message")
 
 
 # -- the content of a message ------------------------------------------------------------------
 
 
-def pack(payload: bytes, facts: Mapping[str, int | float | str | bool]) -> RecordDict:
+def pack(payload: bytes, facts: Mapping[str, Fact]) -> RecordDict:
     """Return the content of a message: bytes for the protocol, and numbers for the engine."""
-    array = Array(np.frombuffer(payload, np.uint8))
+    array = Array("uint8", (len(payload),), "bytes", payload)
     return RecordDict({_PAYLOAD: ArrayRecord({_BYTES: array}), _FACTS: ConfigRecord({**facts})})
 
 
 def payload_of(message: Message) -> bytes:
     """Return the bytes that :func:`pack` was given. Raises MessageError for other messages."""
     record = _record(message, _PAYLOAD, ArrayRecord)
-    if set(record) != {_BYTES}:
+    data = record[_BYTES].data if set(record) == {_BYTES} else None
+    if not isinstance(data, bytes):
         raise MessageError(f"Its record {_PAYLOAD!r} does not hold one array {_BYTES!r}.")
-    data = record[_BYTES].data
-    header = _HEADER.match(data) if isinstance(data, bytes) else None
-    if header is None or header.end() - _HEADER_BEGINS != int.from_bytes(header[1], "little"):
-        raise MessageError(f"Its array {_BYTES!r} is not a vector of bytes.")
-    if len(data) - header.end() != int(header[2]):
-        raise MessageError(f"Its array {_BYTES!r} has another length than it says.")
-    return data[header.end() :]
+    return data
 
 
 def facts_of(message: Message) -> dict[str, Any]:
@@ -312,7 +274,7 @@ def facts_of(message: Message) -> dict[str, Any]:
     return dict(_record(message, _FACTS, ConfigRecord))
 
 
-def facts_told(message: Message) -> tuple[dict[str, Fact], bool]:
+def _public_facts(message: Message) -> tuple[dict[str, Fact], bool]:
     """Return the facts of a client that can be kept, and True if those are all.
 
     Facts are for people to read, so an answer is not lost for the sake of them: those that are no
@@ -322,21 +284,19 @@ def facts_told(message: Message) -> tuple[dict[str, Fact], bool]:
         facts = facts_of(message)
     except MessageError:
         return {}, False
-    kept = {name: value for name, value in facts.items() if _can_be_kept(name, value)}
-    first = dict(list(kept.items())[:_MOST_FACTS])
+    good = {name: value for name, value in facts.items() if _can_be_kept(name, value)}
+    first = dict(list(good.items())[:_MOST_FACTS])
     return first, len(first) == len(facts)
 
 
 def _can_be_kept(name: object, value: object) -> bool:
     if not isinstance(name, str) or len(name) > _LONGEST_NAME:
         return False
-    if isinstance(value, str):
-        return len(value) <= _LONGEST_TEXT and name not in _NUMBERS
-    if isinstance(value, bool):
-        return name not in _NUMBERS
-    if isinstance(value, int):
-        return abs(value) < _LARGEST_NUMBER and not (name in _NUMBERS and value < 0)
-    return isinstance(value, float) and value >= (0 if name in _NUMBERS else -math.inf)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        least = 0 if name in _NOT_NEGATIVE else -math.inf
+        return value >= least and not (isinstance(value, int) and abs(value) >= _LARGEST_NUMBER)
+    is_short = isinstance(value, bool) or (isinstance(value, str) and len(value) <= _LONGEST_TEXT)
+    return is_short and name not in _NOT_NEGATIVE
 
 
 def _record(message: Message, name: str, kind: type[_Record]) -> _Record:

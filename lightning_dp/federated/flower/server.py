@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +17,14 @@ import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
 
-from lightning_dp._files import local_folder
+from lightning_dp._files import local_folder, replaced
 from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._validate import instance, number, whole
-from lightning_dp.federated.agreement import fingerprint
-from lightning_dp.federated.flower.exchange import Exchange, Outcome
-from lightning_dp.federated.flower.logbook import Logbook, save
-from lightning_dp.federated.messages import MessageError
-from lightning_dp.federated.protocol import AbstractServer
+from lightning_dp.federated.client import fingerprint
+from lightning_dp.federated.flower.exchange import Exchange, Reply
+from lightning_dp.federated.protocol import AbstractServer, MessageError
 from lightning_dp.functional import flatten, unflatten
 
 __all__ = ["server_app"]
@@ -30,7 +32,7 @@ __all__ = ["server_app"]
 _log = logging.getLogger("lightning_dp.federated")
 _console = logging.getLogger("flwr")  # whose lines Flower shows
 _SHORTEST_PAUSE = 0.001
-_BETWEEN_WORDS = 10.0
+_BETWEEN_LINES = 10.0
 _STATE = "server.pt"
 
 
@@ -101,7 +103,11 @@ def server_app(
         machine = protocol(context, name, flatten(params))
         _check_machine(machine, count)
         if saved:
-            _go_on_from(machine, saved["state"], place)
+            try:
+                machine.load_state_dict(saved["state"])
+            except (KeyError, TypeError, AttributeError, IndexError) as error:
+                raise _unreadable(place / _STATE, error) from None
+        logbook = Logbook(place)
         _ServerRun(
             exchange=Exchange(
                 grid,
@@ -110,19 +116,110 @@ def server_app(
                 ttl=ttl,
                 poll_interval=poll_interval,
                 module=fingerprint(module),
+                note=logbook.add_problem,
             ),
             name=name,
             machine=machine,
             module=module,
             params=params,
             metrics=lambda: evaluate(context, module) if evaluate else {},
-            logbook=_logbook(place),
+            logbook=logbook,
             folder=place,
             poll_interval=poll_interval,
             patience=patience,
         ).to_the_end()
 
     return app
+
+
+class Logbook:
+    """The record of a run: TensorBoard files and ``federation.json``. Noised values and counts only."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._writer = SummaryWriter(str(folder))
+        except OSError as error:
+            raise RefusedSetting(
+                f"folder={str(folder)!r} takes no results: {error}. Give another folder, or make "
+                "room.",
+                topic="federated-server",
+            ) from None
+        self._path = folder / "federation.json"
+        self._clients: dict[int, dict[str, Any]] = {}
+        self._metrics: dict[str, float] = {}
+        self._counts: Counter[str] = Counter(replies=0, problems=0)
+        self.problems: dict[str, str] = {}
+        """The latest problem of each sender, since its reply was applied."""
+
+    def add_client(self, client: int, facts: Mapping[str, Any], step: int | None) -> None:
+        """Note the facts of a client; with ``step``, of its reply, which is counted."""
+        self._clients[client] = {**self._clients.get(client, {}), **facts, "client": client}
+        if step is not None:
+            self.problems.pop(f"Client {client}", None)
+            self._counts["replies"] += 1
+            if "epsilon" in facts:
+                self._scalar(f"privacy/epsilon_client_{client}", facts["epsilon"], step)
+
+    def add_problem(self, sender: str, problem: str, again: bool) -> None:
+        """Count and log a problem: each of a client that is asked again, else a new one only."""
+        is_new = self.problems.get(sender) != problem
+        if is_new or (again and sender.startswith("Client")):
+            end = " Asking again." if again else ""
+            _log.warning("%s: %s.%s", sender, problem.rstrip("."), end)
+        self.problems[sender] = problem
+        self._counts["problems"] += 1
+
+    def add_model(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a new global model."""
+        self._metrics = {name: float(value) for name, value in metrics.items()}
+        for name, value in self._metrics.items():
+            self._scalar(f"global/{name}", value, step)
+        for name, count in self._counts.items():
+            self._scalar(f"progress/{name}", count, step)
+        if self._spent:
+            self._scalar("privacy/epsilon_max", max(self._spent), step)
+        self._writer.flush()
+
+    @property
+    def _spent(self) -> list[float]:
+        return [facts["epsilon"] for facts in self._clients.values() if "epsilon" in facts]
+
+    def line(self, step: int) -> str:
+        """Return one line for the console: the progress of the run."""
+        parts = [f"{name} {value:.4g}" for name, value in self._metrics.items()]
+        if self._spent:
+            parts.append(f"largest epsilon of a client {max(self._spent):.4g}")
+        parts += [f"{count} {name}" for name, count in self._counts.items()]
+        return f"Federation: {step} rounds are over; " + ", ".join(parts)
+
+    def close(self, step: int, reason: str) -> None:
+        """Write the summary of a run that is over or has failed, whatever the facts were."""
+        summary = {
+            "rounds": step,
+            "ended": reason,
+            "metrics": _json(self._metrics),
+            **self._counts,
+            "clients": {
+                str(client): _json(facts) for client, facts in sorted(self._clients.items())
+            },
+        }
+        content = json.dumps(summary, allow_nan=False, indent=2) + "\n"
+        with replaced(self._path, mode=None) as file:
+            file.write(content.encode())
+        self._writer.close()
+
+    def _scalar(self, name: str, value: float, step: int) -> None:
+        if math.isfinite(value):  # TensorBoard draws no infinite ε; the summary has it
+            self._writer.add_scalar(name, value, step)
+
+
+def _json(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Write infinity as the text "inf", which JSON has no number for."""
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in numbers.items()
+    }
 
 
 @dataclass
@@ -139,8 +236,7 @@ class _ServerRun:
     folder: Path
     poll_interval: float
     patience: float
-    _problems: dict[int | str, str] = field(default_factory=dict)
-    _next_word: float = 0.0
+    _next_line: float = 0.0
 
     def to_the_end(self) -> None:
         """Ask, collect and apply, until the protocol is done."""
@@ -152,116 +248,77 @@ class _ServerRun:
                 f"it failed ({type(error).__name__}); a new run in this folder goes on",
             )
             raise
-        self._end()
+        _save(self.module.state_dict(), self.folder / "model.pt")
+        self.logbook.close(self.machine.round, self.machine.reason)
+        (self.folder / _STATE).unlink()  # the next run is a new one
+        _console.info(self.logbook.line(self.machine.round))
 
     def _go_on(self) -> None:
         self._publish()
-        self._save()
+        self._save_state()
         shown = self.machine.round
         heard_at, pause = time.monotonic(), _SHORTEST_PAUSE
         while not self.machine.is_done:
-            self._ask()
+            for client in self.exchange.idle:
+                self.machine.forget(client)  # Flower may answer every message with a new process
+                if (request := self.machine.request(client)) is not None:
+                    self.exchange.send(client, request)
             applied = [self._apply(reply) for reply in self.exchange.collect()]
             if any(applied):
-                self._save()
+                self._save_state()
                 if self.machine.round != shown:
                     shown = self.machine.round
                     self._publish()
                 heard_at, pause = time.monotonic(), _SHORTEST_PAUSE
             elif time.monotonic() - heard_at > self.patience:
-                raise RefusedRun(self._complaint(), topic="federated-server")
+                raise RefusedRun(
+                    f"No reply could be used for {self.patience} s. Clients without a SuperNode: "
+                    f"{self.exchange.missing}. Latest problems: {self.logbook.problems}. Start the "
+                    "missing SuperNodes, and look into the logs of the clients that fail; a new run with "
+                    "the same folder goes on where this one stopped.",
+                    topic="federated-server",
+                )
             else:
                 time.sleep(pause)
                 pause = min(2 * pause, self.poll_interval)
 
-    def _ask(self) -> None:
-        for client in self.exchange.idle:
-            self.machine.forget(client)  # Flower may answer every message with a new process
-            request = self.machine.request(client)
-            if request is not None:
-                self.exchange.send(client, request)
-
-    def _apply(self, reply: Outcome) -> bool:
-        """Give a reply to the protocol; tell whether it has gone on by it."""
-        if reply.client is None or (reply.payload is None and not reply.is_introduction):
-            self._ask_again(reply, reply.problem)
-            return False
-        if reply.problem:
-            self._note(reply, reply.problem)
+    def _apply(self, reply: Reply) -> bool:
+        """Give a reply to the protocol; return True if it has gone on by it."""
         if reply.payload is None:
-            self.logbook.introduced(reply.client, reply.facts)
+            self.logbook.add_client(reply.client, reply.facts, None)
             return False
         try:
             # A machine that returns nothing has taken it.
             applied = self.machine.receive(reply.client, reply.payload) is not False
         except MessageError as error:
-            self.exchange.settle(reply, applied=False)
-            self._ask_again(reply, f"its reply cannot be used: {error}")
+            problem = f"its reply cannot be used: {error}"
+            self.exchange.settle(reply, problem=problem, applied=False)
             return False
         self.exchange.settle(reply, applied=applied)
         if applied:
-            if not reply.problem:
-                self._problems.pop(reply.sender, None)
-            self.logbook.heard(reply.client, reply.facts, self.machine.round)
+            self.logbook.add_client(reply.client, reply.facts, self.machine.round)
         return applied
-
-    def _ask_again(self, reply: Outcome, problem: str) -> None:
-        if reply.client is not None or self._problems.get(reply.sender) != problem:
-            _log.warning("%s: %s. Asking again.", reply.name, problem.rstrip("."))
-        self._count(reply, problem)
-
-    def _note(self, reply: Outcome, problem: str) -> None:
-        if self._problems.get(reply.sender) != problem:
-            _log.warning("%s: %s.", reply.name, problem)
-        self._count(reply, problem)
-
-    def _count(self, reply: Outcome, problem: str) -> None:
-        self._problems[reply.sender] = problem
-        self.logbook.problem()
-
-    def _complaint(self) -> str:
-        return (
-            f"No reply could be used for {self.patience} s. Clients without a SuperNode: "
-            f"{self.exchange.missing}. Latest problems: {self._problems}. Start the missing "
-            "SuperNodes, and look into the logs of the clients that fail; a new run with the same "
-            "folder goes on where this one stopped."
-        )
-
-    # -- the model ---------------------------------------------------------------------------
 
     def _publish(self) -> None:
         """Load and log a new global model."""
-        self._load_point()
-        self.logbook.progress(self.machine.round, self.metrics())
-        if time.monotonic() >= self._next_word:
-            self._next_word = time.monotonic() + _BETWEEN_WORDS
-            _console.info(self.logbook.line(self.machine.round))
-
-    def _end(self) -> None:
-        save(self.module.state_dict(), self.folder / "model.pt")
-        self.logbook.close(self.machine.round, self.machine.reason)
-        (self.folder / _STATE).unlink()  # the next run is a new one
-        _console.info(self.logbook.line(self.machine.round))
-
-    def _load_point(self) -> None:
         with torch.no_grad():
             values = unflatten(self.machine.point, self.params)
             for param, value in zip(self.params, values, strict=True):
                 param.copy_(value)
+        self.logbook.add_model(self.machine.round, self.metrics())
+        if time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + _BETWEEN_LINES
+            _console.info(self.logbook.line(self.machine.round))
 
-    def _save(self) -> None:
+    def _save_state(self) -> None:
         """Save before the next request leaves: no client may be ahead of a server that resumes."""
-        save({"run": self.name, "state": self.machine.state_dict()}, self.folder / _STATE)
+        _save({"run": self.name, "state": self.machine.state_dict()}, self.folder / _STATE)
 
 
-def _logbook(folder: Path) -> Logbook:
-    try:
-        return Logbook(folder)
-    except OSError as error:
-        raise RefusedSetting(
-            f"folder={str(folder)!r} takes no results: {error}. Give another folder, or make room.",
-            topic="federated-server",
-        ) from None
+def _save(value: Any, path: Path) -> None:
+    """Write with torch, so that the file is whole at any moment, and durable on return."""
+    with replaced(path, mode=None) as file:
+        torch.save(value, file)
 
 
 def _check_machine(machine: object, num_clients: int) -> None:
@@ -288,13 +345,6 @@ def _saved(folder: Path) -> dict[str, Any] | None:
     except Exception as error:  # of a file that may be anybody's
         raise _unreadable(path, error) from None
     return saved
-
-
-def _go_on_from(machine: AbstractServer, state: dict[str, Any], folder: Path) -> None:
-    try:
-        machine.load_state_dict(state)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise _unreadable(folder / _STATE, error) from None
 
 
 def _unreadable(path: Path, error: Exception) -> RefusedRun:

@@ -21,12 +21,12 @@ from lightning_dp.accounting.events import PoissonRound
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.boundary import BoundedSum, Query, Release, State, add_noise
-from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import AbstractEstimator, Traits
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import Poisson
 from lightning_dp.schedules import Constant, Exponential
+from tests.zoo import private
 
 DELTA = 1e-5
 
@@ -69,13 +69,15 @@ def test_the_ledger_of_fresh_batches_holds_one_event_for_each_inner_step(fit):
     assert [(*event.pair, count) for event, count in history] == [(0.8, 0.25, 8)]
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-@pytest.mark.parametrize("schedule", [Constant(), Exponential(rate=0.2)])
+@pytest.mark.parametrize(
+    ("fresh", "schedule"),
+    [(False, Exponential(rate=0.2)), (True, Constant()), (True, Exponential(rate=0.2))],
+)
 def test_calibrated_noise_spends_the_budget_and_no_more(fit, fresh, schedule):
     estimator = CubicNewton(0.5, 1.0, 4, fresh_batches=fresh)
-    fit(estimator, target_epsilon=2.0, noise_schedule=schedule, trainer={"max_epochs": 3})
+    fit(estimator, target_epsilon=2.0, noise_schedule=schedule, trainer={"max_epochs": 1})
     assert 0.998 * 2 < fit.privacy.epsilon <= 2
-    assert fit.privacy.steps == 12
+    assert fit.privacy.steps == 4
 
 
 def test_the_charge_is_on_the_disk_before_the_first_record_is_used_and_once_for_a_round(
@@ -209,14 +211,7 @@ def test_one_record_moves_each_inner_query_by_at_most_its_bound(make_trainer, ke
 
     def sums(x: Tensor, strength: Tensor) -> list[Tensor]:
         probe = Probe(newton, offsets)
-        privacy = DifferentialPrivacy(
-            noise_multiplier=0.0,
-            target_delta=1e-5,
-            sampling=FullBatch(),
-            estimator=probe,
-            isolation_probe=False,
-            spot_checks=False,
-        )
+        privacy = private(noise_multiplier=0.0, sampling=FullBatch(), estimator=probe)
         loader = DataLoader(TensorDataset(x, strength[:, 0], strength[:, 1]), batch_size=8)
         make_trainer(max_epochs=1, callbacks=[privacy]).fit(Anything(net), loader)
         return [value * len(x) for value in probe.seen]

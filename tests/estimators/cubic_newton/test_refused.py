@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import CubicNewton, FullBatch, LaplacianSmoothing, Momentum, PrivacyConfig
 from lightning_dp.boundary import State
-from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.schedules import AbstractAdaptiveSchedule
+from tests.zoo import private
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ from lightning_dp.schedules import AbstractAdaptiveSchedule
         ({"weight_decay": math.nan}, "weight_decay=nan"),
     ],
 )
-def test_bad_arguments_are_named(changes: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_named(changes, message):
     good: dict[str, Any] = {"strong_convexity": 1.0, "hessian_lipschitz": 1.0, "inner_steps": 3}
     with pytest.raises(ValueError, match=message):
         CubicNewton(**{**good, **changes})
@@ -158,13 +158,7 @@ def test_manual_optimization_is_refused(classifier, mlp, blobs, make_trainer, tm
 
     model = Manual(mlp(), lambda p: torch.optim.SGD(p, lr=1.0))
     model.automatic_optimization = False
-    privacy = DifferentialPrivacy(
-        target_delta=1e-5,
-        noise_multiplier=1.0,
-        estimator=CubicNewton(1.0, 1.0, 3),
-        isolation_probe=False,
-        spot_checks=False,
-    )
+    privacy = private(estimator=CubicNewton(1.0, 1.0, 3))
     trainer = make_trainer(max_epochs=1, callbacks=[privacy])
     with pytest.raises(MisconfigurationException, match="Use automatic optimization"):
         trainer.fit(model, DataLoader(blobs, batch_size=24))
@@ -188,14 +182,7 @@ class Steep(nn.Module):
 @pytest.mark.parametrize("cure", [None, {"box": 1.0}, {"max_step_size": 1e-6}])
 def test_steps_that_are_too_long_raise_with_their_cures(classifier, blobs, make_trainer, cure):
     estimator = CubicNewton(1e-3, 10.0, 60, 1e6, 1e9, **(cure or {}))
-    privacy = DifferentialPrivacy(
-        target_delta=1e-5,
-        noise_multiplier=0.0,
-        estimator=estimator,
-        sampling=FullBatch(),
-        isolation_probe=False,
-        spot_checks=False,
-    )
+    privacy = private(noise_multiplier=0.0, estimator=estimator, sampling=FullBatch())
     model = classifier(Steep(), lambda p: torch.optim.SGD(p, lr=1.0))
     trainer = make_trainer(max_epochs=1, callbacks=[privacy])
     loader = DataLoader(TensorDataset(*blobs.tensors), batch_size=240)

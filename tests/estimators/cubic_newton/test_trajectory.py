@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import CubicNewton, FullBatch
-from lightning_dp.callbacks import DifferentialPrivacy
 from tests.normal_values import NormalValues
+from tests.zoo import private
 
 RECORDS, SIZE, SEED = 48, 6, 11
 
@@ -56,17 +56,14 @@ ROUNDS = [
 ]
 
 
-def every_other(batches: str, keep: int | None, fresh: bool, noise: float) -> bool:
-    """Half of the rounds, in which each two values meet."""
-    return noise == 0 or (BATCHES.index(batches) + (keep or 0) // 2 + (keep == 1) + fresh) % 2 == 0
+def is_default(batches: str, keep: int | None, fresh: bool, noise: float) -> bool:
+    """A third of the rounds, in which each value is."""
+    return (BATCHES.index(batches) + (keep or 0) // 2 + 2 * (keep == 1) + fresh) % 3 == 0
 
 
 @pytest.mark.parametrize(
     ("batches", "keep", "fresh", "noise"),
-    [
-        each if every_other(*each) else pytest.param(*each, marks=pytest.mark.slow)
-        for each in ROUNDS
-    ],
+    [each if is_default(*each) else pytest.param(*each, marks=pytest.mark.slow) for each in ROUNDS],
 )
 def test_rounds_equal_the_twin(fit, twin, batches, keep, fresh, noise):
     options: dict[str, Any] = {"batch_size": 20, "sampling": FullBatch()}
@@ -158,19 +155,16 @@ def test_without_noise_and_clipping_one_round_is_the_newton_step(make_trainer):
     y = torch.randn(30, generator=generator, dtype=torch.float64)
     exact = torch.linalg.lstsq(x, y[:, None]).solution[:, 0]
     smallest = float(torch.linalg.eigvalsh(x.T @ x / 30)[0])
-    privacy = DifferentialPrivacy(
-        target_delta=1e-5,
+    privacy = private(
         noise_multiplier=0.0,
         sampling=FullBatch(),
-        estimator=CubicNewton(smallest, 0.0, 400, 1e6, 1e6),
-        isolation_probe=False,
-        spot_checks=False,
+        estimator=CubicNewton(smallest, 0.0, 60, 1e6, 1e6),
     )
     model = Quadratic()
     make_trainer(max_epochs=1, callbacks=[privacy]).fit(
         model, DataLoader(TensorDataset(x, y), batch_size=30)
     )
-    torch.testing.assert_close(model.net.weight[0], exact, rtol=0, atol=1e-3)
+    torch.testing.assert_close(model.net.weight[0], exact, rtol=0, atol=1e-2)
 
 
 @pytest.mark.slow

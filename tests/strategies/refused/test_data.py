@@ -1,14 +1,16 @@
-"""Training data whose records cannot be sampled privately."""
+"""Training data whose records cannot be sampled privately, and who may ask the private loader."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -23,6 +25,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
     random_split,
 )
+
+from lightning_dp.callbacks import DifferentialPrivacy
+from tests.zoo import private
 
 
 class Stream(IterableDataset[Any]):
@@ -136,30 +141,10 @@ def test_a_loader_that_cannot_be_sampled_is_refused(
     assert_refused(lambda: trainer.fit(model, make_loader(blobs)), match, model)
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_ordinary_loaders_are_not_refused(
-    shuffle, drop_last, blobs, classifier, mlp, make_trainer, privacy
-):
-    trainer = make_trainer(max_steps=2, callbacks=[privacy])
-
-    trainer.fit(classifier(mlp()), plain(blobs, shuffle=shuffle, drop_last=drop_last))
-
-    assert privacy.steps == trainer.global_step == 2
-
-
-def two_rows(records: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    x, y = (torch.stack(part) for part in zip(*records, strict=True))
-    return [x.repeat_interleave(2, 0), y.repeat_interleave(2)]
-
-
-def one_row_for_all(records: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    x, y = (torch.stack(part) for part in zip(*records, strict=True))
-    return [x.mean(0, keepdim=True), y[:1]]
-
-
-def nothing(records: Any) -> None:
-    return None
+@pytest.mark.parametrize(("shuffle", "drop_last"), [(True, False), (False, True)])
+def test_ordinary_loaders_are_not_refused(shuffle, drop_last, blobs, classifier, mlp, fit, privacy):
+    data = plain(blobs, shuffle=shuffle, drop_last=drop_last)
+    assert fit(classifier(mlp()), privacy, data, max_steps=2).global_step == privacy.steps == 2
 
 
 REPEATS = {
@@ -192,3 +177,181 @@ def test_an_empty_training_set_is_refused(classifier, mlp, make_trainer, privacy
     empty = DataLoader(TensorDataset(torch.zeros(0, 6), torch.zeros(0).long()), batch_size=24)
 
     assert_refused(lambda: trainer.fit(model, empty), "training set is empty", model)
+
+
+# -- the private loader serves the training steps alone; whoever else asks it reads no record ----
+
+
+ASKERS: dict[str, Callable[[L.Trainer], Any]] = {
+    "for": lambda trainer: [len(batch) for batch in trainer.train_dataloader],
+    "list": lambda trainer: list(trainer.train_dataloader),
+    "next": lambda trainer: next(iter(trainer.train_dataloader)),
+    "two iterators": lambda trainer: next(
+        zip(iter(trainer.train_dataloader), iter(trainer.train_dataloader), strict=True)
+    ),
+    "map": lambda trainer: list(map(len, trainer.train_dataloader)),
+    "a CombinedLoader over it": lambda trainer: list(CombinedLoader(trainer.train_dataloader)),
+    "Lightning's CombinedLoader": lambda trainer: next(iter(trainer.fit_loop._combined_loader)),
+    "the loop's iterator": lambda trainer: next(trainer.fit_loop._combined_loader),
+    "the loop's fetcher": lambda trainer: next(trainer.fit_loop._data_fetcher),
+    "a shallow copy": lambda trainer: list(copy.copy(trainer.train_dataloader)),
+}
+HOOKS = [
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_optimizer_step",
+    "on_validation_start",
+    "on_validation_batch_end",
+    "on_train_epoch_end",
+    "on_train_end",
+]
+
+
+class Asks(L.Callback):
+    """Asks the training loader at a moment of the second epoch, or of the first where it must."""
+
+    def __init__(self, hook: str, ask: Callable[[L.Trainer], Any], data: Any) -> None:
+        self.ask, self.data, self.read = ask, data, 0
+        setattr(self, hook, self._asked)
+
+    def _asked(self, trainer: L.Trainer, *_: Any) -> None:
+        before = len(self.data.asked)
+        try:
+            self.ask(trainer)
+        finally:
+            self.read += len(self.data.asked) - before
+
+
+@pytest.fixture
+def data(blobs, recorded):
+    return recorded(*blobs.tensors)
+
+
+@pytest.fixture
+def unprobed() -> DifferentialPrivacy:
+    return private()
+
+
+@pytest.mark.parametrize("asker", ASKERS)
+def test_a_hook_that_asks_the_training_loader_is_refused_before_a_record_is_read(
+    asker, data, classifier, mlp, make_trainer, privacy, assert_refused
+):
+    model, asks = classifier(mlp()), Asks("on_train_start", ASKERS[asker], data)
+    trainer = make_trainer(max_epochs=1, callbacks=[privacy, asks])
+
+    assert_refused(
+        lambda: trainer.fit(model, DataLoader(data, 24)),
+        "test_data.*asks the Trainer's training loader.*Use public data",
+        model,
+    )
+    assert asks.read == len(data.asked) == 0
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_no_hook_of_a_fit_gets_a_batch(hook, data, classifier, mlp, make_trainer, unprobed):
+    asks = Asks(hook, ASKERS["next"], data)
+    trainer = make_trainer(max_epochs=1, callbacks=[unprobed, asks], num_sanity_val_steps=0)
+
+    with pytest.raises(Exception, match="asks the Trainer's training loader"):
+        trainer.fit(classifier(mlp()), DataLoader(data, 24), DataLoader(data, 240))
+
+    assert asks.read == 0
+
+
+def test_workers_do_not_read_ahead_for_whoever_is_refused(
+    data, classifier, mlp, make_trainer, unprobed
+):
+    loader = DataLoader(data, 24, num_workers=1, multiprocessing_context="fork")
+    asks = Asks("on_train_start", ASKERS["next"], data)
+    trainer = make_trainer(max_epochs=1, callbacks=[unprobed, asks])
+
+    with pytest.raises(Exception, match="asks the Trainer's training loader"):
+        trainer.fit(classifier(mlp()), loader)
+
+    assert trainer.train_dataloader._iterator is None
+
+
+class Centred(L.LightningModule):
+    """Deep SVDD: the centre is the mean output on the training set."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.register_buffer("centre", torch.zeros(3))
+
+    def on_train_start(self) -> None:
+        outputs = [self.net(x) for x, _ in self.trainer.train_dataloader]
+        self.centre = torch.cat(outputs).mean(0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (self.net(batch[0]) - self.centre).square().sum(1).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_centre_of_the_training_set_is_refused(
+    loader, mlp, make_trainer, privacy, assert_refused
+):
+    model, trainer = Centred(mlp()), make_trainer(max_epochs=1, callbacks=[privacy])
+
+    assert_refused(
+        lambda: trainer.fit(model, loader), r"on_train_start asks .*\(a centre, statistics", model
+    )
+
+
+def test_the_loader_is_refused_after_the_fit_too(data, classifier, mlp, make_trainer, unprobed):
+    model, trainer = classifier(mlp()), make_trainer(max_steps=2, callbacks=[unprobed])
+    trainer.fit(model, DataLoader(data, 24))
+    data.asked.clear()
+    private = trainer.train_dataloader
+
+    for use in (
+        lambda: list(private),
+        lambda: trainer.validate(model, private, verbose=False),
+        lambda: trainer.predict(model, private),
+    ):
+        # Lightning itself cannot give it to predict
+        with pytest.raises(Exception, match=r"asks the Trainer|PrivateDataLoader"):
+            use()
+    assert data.asked == []
+
+
+def test_asking_how_long_it_is_is_no_use_of_records(
+    loader, classifier, mlp, make_trainer, unprobed
+):
+    lengths = []
+
+    class Looks(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            iter(trainer.train_dataloader)
+            lengths.append(len(trainer.train_dataloader))
+
+    make_trainer(max_steps=3, callbacks=[unprobed, Looks()]).fit(classifier(mlp()), loader)
+
+    assert lengths == [10] and unprobed.steps == 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reload_dataloaders_every_n_epochs": 1},
+        {"val_check_interval": 3},
+        {"accumulate_grad_batches": 3, "limit_train_batches": 7},
+        {"profiler": "simple"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_fit_loop_itself_is_always_served(
+    options, workers, blobs, classifier, mlp, fit, unprobed
+):
+    some = {"num_workers": 1, "multiprocessing_context": "fork", "persistent_workers": True}
+    train = DataLoader(blobs, 24, **(some if workers else {}))
+
+    held_out = DataLoader(blobs, 240)
+    trainer = fit(classifier(mlp()), unprobed, train, validate=held_out, max_epochs=2, **options)
+
+    assert unprobed.steps == trainer.global_step == (6 if "limit_train_batches" in options else 20)

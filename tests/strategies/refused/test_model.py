@@ -1,19 +1,56 @@
-"""Models and optimizers that cannot be trained privately."""
+"""Models, optimizers, Trainers, callbacks, tuners and strategies that cannot train privately."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BatchSizeFinder,
+    Callback,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    SingleDeviceXLAStrategy,
+    XLAStrategy,
+)
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy, linear
-from torch.optim import SGD, Adam, Optimizer
-from torch.utils.data import DataLoader
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp import (
+    CubicNewton,
+    Diff2,
+    LaplacianSmoothing,
+    MeanGradient,
+    Momentum,
+    PrivacyConfig,
+    Storm,
+)
+from lightning_dp.callbacks import DifferentialPrivacy, PrivateSingleDeviceStrategy
+from lightning_dp.strategies.checks import (
+    check_strategy,
+)
+from tests.older_torch import fsdp_on_cpu
+
+# -- models --------------------------------------------------------------------------------------
 
 
 def frozen(layer: nn.Module) -> nn.Module:
@@ -35,14 +72,11 @@ NORMS = {
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_normalisation_over_the_batch_is_refused(
-    name, loader, classifier, make_trainer, privacy, assert_refused
-):
+def test_normalisation_over_the_batch_is_refused(name, classifier, fit, privacy, assert_refused):
     model = classifier(nn.Sequential(NORMS[name](), nn.Linear(6, 3)))
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
 
     assert_refused(
-        lambda: trainer.fit(model, loader),
+        lambda: fit(model, privacy, max_epochs=1),
         r"\['net\.0'\] normalise.*lightning_dp\.fix\(model\)",
         model,
     )
@@ -64,14 +98,13 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_hooks_refuse_a_layer_without_a_rule_with_its_replacement(
-    name, loader, classifier, make_trainer, assert_refused
+    name, classifier, fit, assert_refused
 ):
     make, match = UNSUPPORTED[name]
     model = classifier(make())
     privacy = DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0, engine="hooks")
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
 
-    assert_refused(lambda: trainer.fit(model, loader), match, model)
+    assert_refused(lambda: fit(model, privacy, max_epochs=1), match, model)
 
 
 class WithBuffer(nn.Linear):
@@ -83,10 +116,8 @@ class WithBuffer(nn.Linear):
         return super().forward(x) + self.seen
 
 
-def test_a_trainable_layer_with_a_constant_buffer_is_fine(
-    loader, classifier, make_trainer, privacy
-):
-    make_trainer(max_epochs=1, callbacks=[privacy]).fit(classifier(WithBuffer()), loader)
+def test_a_trainable_layer_with_a_constant_buffer_is_fine(classifier, fit, privacy):
+    fit(classifier(WithBuffer()), privacy, max_epochs=1)
     assert privacy.steps == 10
 
 
@@ -135,14 +166,11 @@ OPTIMIZERS = {
 
 @pytest.mark.filterwarnings("ignore:.*configure_optimizers.*returned `None`")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_anything_but_one_ordinary_optimizer_is_refused(
-    name, loader, make_trainer, privacy, assert_refused
-):
+def test_anything_but_one_ordinary_optimizer_is_refused(name, fit, privacy, assert_refused):
     make, automatic, match = OPTIMIZERS[name]
     model = Optimizers(make, automatic=automatic)
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
 
-    assert_refused(lambda: trainer.fit(model, loader), match, model)
+    assert_refused(lambda: fit(model, privacy, max_epochs=1), match, model)
 
 
 class Greedy(SGD):
@@ -168,14 +196,11 @@ class WithClosure(Optimizers):
 
 
 @pytest.mark.parametrize("automatic", [True, False])
-def test_a_closure_evaluated_twice_is_refused(
-    automatic, loader, make_trainer, privacy, assert_refused
-):
+def test_a_closure_evaluated_twice_is_refused(automatic, fit, privacy, assert_refused):
     model = WithClosure(lambda m: Greedy(m.parameters(), lr=0.1), automatic=automatic)
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
 
     assert_refused(
-        lambda: trainer.fit(model, loader),
+        lambda: fit(model, privacy, max_epochs=1),
         "Greedy evaluated its closure twice.*Use an optimizer that evaluates it once",
         model,
         charged=1,
@@ -266,53 +291,474 @@ def penalises_the_weights(model: Any, batch: Any) -> Tensor:
     return cross_entropy(model.net(batch[0].detach()).detach(), batch[1]) + model.net.weight.sum()
 
 
-def test_a_weight_used_outside_of_its_layer_is_fine(loader, make_trainer, privacy):
-    make_trainer(max_epochs=1, callbacks=[privacy]).fit(Forwards(bypasses_the_layer), loader)
+def test_a_weight_used_outside_of_its_layer_is_fine(fit, privacy):
+    fit(Forwards(bypasses_the_layer), privacy, max_epochs=1)
     assert privacy.steps == 10
 
 
-def test_a_gradient_that_no_layer_has_is_refused_by_the_engine_of_layers(
-    loader, make_trainer, assert_refused
-):
+def test_a_gradient_that_no_layer_has_is_refused_by_the_engine_of_layers(fit, assert_refused):
     model = Forwards(penalises_the_weights)
     privacy = DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0, engine="layers")
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
 
-    assert_refused(lambda: trainer.fit(model, loader), r"net\.weight", model)
-
-
-class OwnParameter(Optimizers):
-    """A parameter directly on the LightningModule, used in training_step."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda model: Adam(model.parameters(), lr=0.1))
-        self.scale = nn.Parameter(torch.ones(3))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return cross_entropy(self.net(batch[0]) * self.scale, batch[1])
-
-
-def test_a_parameter_used_outside_forward_is_fine(loader, make_trainer, privacy):
-    make_trainer(max_epochs=1, callbacks=[privacy]).fit(OwnParameter(), loader)
-    assert privacy.steps == 10
-
-
-def test_a_frozen_layer_in_eval_mode_is_fine(loader, classifier, make_trainer, privacy):
-    model = classifier(nn.Sequential(frozen(nn.Linear(6, 4)).eval(), nn.Linear(4, 3)))
-    make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
-    assert privacy.steps == 10
+    assert_refused(lambda: fit(model, privacy, max_epochs=1), r"net\.weight", model)
 
 
 @pytest.mark.parametrize("engine", ["layers"])
-def test_a_loop_over_the_records_is_refused_before_a_charge(
-    engine, classifier, blobs, make_trainer
-):
+def test_a_loop_over_the_records_is_refused_before_a_charge(engine, classifier, blobs, fit):
     class OneByOne(classifier):
         def forward(self, x):
             return torch.stack([self.net(record) for record in x])
 
     privacy = DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0, engine=engine)
-    trainer = make_trainer(max_steps=2, callbacks=[privacy])
     with pytest.raises(TypeError, match=r"called with a tensor of 1 dimensions"):
-        trainer.fit(OneByOne(nn.Linear(6, 3)), DataLoader(blobs, 3))
+        fit(OneByOne(nn.Linear(6, 3)), privacy, DataLoader(blobs, 3), max_steps=2)
     assert privacy.epsilon == 0
+
+
+# -- Trainers, callbacks and tuners --------------------------------------------------------------
+
+
+class TakesIterator(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 3)
+
+    def training_step(self, dataloader_iter: Any) -> Any:
+        batch, _, _ = next(dataloader_iter)
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_training_step_with_dataloader_iter_is_refused(
+    loader, make_trainer, privacy, assert_refused
+):
+    model, trainer = TakesIterator(), make_trainer(max_epochs=1, callbacks=[privacy])
+
+    assert_refused(
+        lambda: trainer.fit(model, loader), r"dataloader_iter.*training_step\(batch", model
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.GradScaler")
+@pytest.mark.filterwarnings("ignore:.*torch.amp.GradScaler")
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"overfit_batches": 2}, r"overfit_batches=2.*limit_train_batches"),
+        ({"overfit_batches": 0.5}, r"overfit_batches=0.5.*limit_train_batches"),
+        (
+            {"plugins": [MixedPrecision("16-mixed", "cuda", torch.amp.GradScaler("cpu"))]},
+            "16-mixed.*bf16-mixed",
+        ),
+    ],
+)
+def test_trainer_arguments_under_which_epsilon_would_not_hold_are_refused(
+    arguments, match, classifier, mlp, fit, privacy, assert_refused
+):
+    model = classifier(mlp())
+
+    assert_refused(lambda: fit(model, privacy, max_epochs=1, **arguments), match, model)
+
+
+CALLBACKS = {
+    "LearningRateFinder": (LearningRateFinder, "outside the ledger.*learning rate"),
+    "BatchSizeFinder": (BatchSizeFinder, "outside the ledger.*physical one that fits"),
+    "GradientAccumulationScheduler": (
+        lambda: GradientAccumulationScheduler({0: 1, 1: 2}),
+        "sampling rate.*accumulate_grad_batches",
+    ),
+    "StochasticWeightAveraging": (
+        lambda: StochasticWeightAveraging(swa_lrs=0.1),
+        "extra pass.*EMAWeightAveraging",
+    ),
+    "BackboneFinetuning": (
+        lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=1),
+        "changes which parameters.*before fit",
+    ),
+}
+
+
+@pytest.mark.parametrize("behind", [True, False], ids=["listed after", "listed before"])
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_a_callback_that_trains_past_the_ledger_is_refused(
+    name, behind, loader, classifier, mlp, make_trainer, privacy, assert_refused
+):
+    make, reason = CALLBACKS[name]
+    callbacks = [privacy, make()] if behind else [make(), privacy]
+    model = classifier(mlp())
+    model.backbone = nn.Linear(2, 2)  # BackboneFinetuning looks for it
+    model.train_dataloader = lambda: loader  # BatchSizeFinder wants to make it anew
+    model.batch_size = 24
+    trainer = make_trainer(max_epochs=1, callbacks=callbacks)
+
+    assert_refused(lambda: trainer.fit(model), f"{name} cannot be used.*{reason}", model)
+
+
+class FromModule(L.LightningModule):
+    """Brings its callback itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.learning_rate, self.batch_size = nn.Linear(6, 3), 0.1, 24
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
+
+
+def test_a_callback_that_the_model_brings_is_refused(fit, privacy, assert_refused):
+    model = FromModule()
+    model.configure_callbacks = lambda: StochasticWeightAveraging(swa_lrs=0.1)  # type: ignore
+
+    assert_refused(
+        lambda: fit(model, privacy, max_epochs=1), "StochasticWeightAveraging cannot be used", model
+    )
+
+
+@pytest.mark.parametrize("method", ["lr_find", "scale_batch_size"])
+def test_a_tuner_is_refused(method, loader, make_trainer, privacy, assert_refused):
+    model, trainer = FromModule(), make_trainer(max_epochs=1, callbacks=[privacy])
+    model.train_dataloader = lambda: loader  # type: ignore[method-assign]
+
+    assert_refused(
+        lambda: getattr(Tuner(trainer), method)(model), "Finder cannot be used.*ledger", model
+    )
+    assert not trainer.fit_loop.epoch_loop.global_step
+
+
+# -- the set of trained parameters ---------------------------------------------------------------
+
+
+class Changes(Callback):
+    def __init__(self, change: Any) -> None:
+        self.change = change
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.change(trainer.optimizers[0], pl_module.net)
+
+
+def adds_a_group(optimizer: Any, net: Any) -> None:
+    optimizer.add_param_group({"params": [net[2].bias.requires_grad_(True)]})
+
+
+def unfreezes(optimizer: Any, net: Any) -> None:
+    net[0].bias.requires_grad_(True)
+
+
+def unfreezes_outside_the_optimizer(optimizer: Any, net: Any) -> None:
+    net[2].bias.requires_grad_(True)
+
+
+def freezes(optimizer: Any, net: Any) -> None:
+    net[0].weight.requires_grad_(False)
+
+
+def replaces(optimizer: Any, net: Any) -> None:
+    net[0].weight = nn.Parameter(net[0].weight.detach().clone())
+    optimizer.param_groups[0]["params"][0] = net[0].weight
+
+
+@pytest.mark.parametrize(
+    "change", [adds_a_group, unfreezes, unfreezes_outside_the_optimizer, freezes, replaces]
+)
+def test_changing_the_trained_parameters_during_fit_is_refused(
+    change, loader, classifier, mlp, make_trainer, privacy, assert_refused
+):
+    model = classifier(
+        mlp(), lambda params: torch.optim.SGD(list(params)[:3], lr=0.1)
+    )  # not the last bias
+    for bias in (model.net[0].bias, model.net[2].bias):
+        bias.requires_grad_(False)
+    trainer = make_trainer(max_epochs=1, callbacks=[Changes(change), privacy])
+
+    assert_refused(
+        lambda: trainer.fit(model, loader),
+        "set of trained parameters changed during fit.*before fit",
+        model,
+    )
+
+
+# -- another package -------------------------------------------------------------------------------
+
+
+def test_a_trainer_of_pytorch_lightning_is_refused(loader, tmp_path, privacy, assert_refused):
+    pytorch_lightning = pytest.importorskip("pytorch_lightning")
+
+    class Model(pytorch_lightning.LightningModule):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(6, 3)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    model = Model()
+    trainer = pytorch_lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        callbacks=[privacy],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+
+    assert_refused(
+        lambda: trainer.fit(model, loader),
+        "'pytorch_lightning'.*Import everything from lightning.pytorch",
+        model,
+    )
+
+
+def test_a_module_of_pytorch_lightning_is_refused(loader, make_trainer, privacy, assert_refused):
+    pytorch_lightning = pytest.importorskip("pytorch_lightning")
+
+    class Model(pytorch_lightning.LightningModule):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(6, 3)
+
+    model, trainer = Model(), make_trainer(max_epochs=1, callbacks=[privacy])
+
+    # Lightning refuses this itself, before any callback is asked.
+    assert_refused(
+        lambda: trainer.fit(model, loader), "must be a `LightningModule`.*got `.*Model`", model
+    )
+
+
+def test_somebody_elses_hook_on_a_gradient_is_refused(
+    classifier, mlp, fit, privacy, assert_refused
+):
+    model = classifier(mlp())
+    seen: list[torch.Tensor] = []
+    handle = model.net[0].weight.register_hook(seen.append)
+
+    assert_refused(
+        lambda: fit(model, privacy, max_epochs=1), "gradient hooks.*Remove them before fit", model
+    )
+    handle.remove()
+    assert seen == []
+
+
+# -- strategies, and two configurations of one ---------------------------------------------------
+
+
+def uninitialised(kind: type[Any]) -> Any:
+    """An object of a strategy whose own package is not installed."""
+    return object.__new__(kind)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        FSDPStrategy(),
+        uninitialised(DeepSpeedStrategy),
+        uninitialised(XLAStrategy),
+        uninitialised(SingleDeviceXLAStrategy),
+    ],
+    ids=lambda strategy: type(strategy).__name__,
+)
+def test_strategies_that_shard_or_compile_are_refused(strategy):
+    name = type(strategy).__name__
+    with pytest.raises(Exception, match=f"(?s)strategy {name} is not supported.*strategy='ddp'"):
+        check_strategy(strategy)
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork", "ddp_notebook"])
+def test_launchers_that_copy_the_process_are_refused(strategy, make_trainer):
+    trainer = make_trainer(strategy=strategy, devices=2)
+
+    with pytest.raises(Exception, match=r"(?s)spawn or fork.*strategy='ddp' in a script"):
+        check_strategy(trainer.strategy)
+
+
+def test_a_forked_fit_is_refused(classifier, mlp, fit, privacy, assert_refused):
+    model = classifier(mlp())
+
+    assert_refused(
+        lambda: fit(model, privacy, strategy="ddp_fork", devices=1, max_epochs=1),
+        "spawn or fork.*strategy='ddp' in a script",
+        model,
+    )
+
+
+class Hookless(L.LightningModule):
+    """Can be pickled for a process that is spawned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp_fork", "ddp_notebook", pytest.param("ddp_spawn", marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_refusal_of_a_copied_process_comes_from_the_parent(strategy, devices, fit, privacy):
+    with pytest.raises(MisconfigurationException, match=r"spawn or fork.*devices=1") as refused:
+        fit(Hookless(), privacy, strategy=strategy, devices=devices, max_epochs=1)
+
+    assert refused.value.__cause__ is None and refused.value.__suppress_context__
+
+
+def test_several_devices_of_a_notebook_are_refused_in_the_parent(fit, privacy, monkeypatch):
+    connector = "lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE"
+    monkeypatch.setattr(connector, True)
+
+    with pytest.raises(MisconfigurationException, match=r"spawn or fork.*strategy='ddp'"):
+        fit(Hookless(), privacy, devices=2, max_epochs=1)
+
+
+def test_another_error_of_a_fit_arrives_as_it_is(fit, privacy):
+    model = Hookless()
+    model.configure_optimizers = lambda: 1 / 0  # type: ignore[method-assign]
+
+    with pytest.raises(ZeroDivisionError):
+        fit(model, privacy, max_epochs=1)
+
+
+def test_one_device_and_ddp_are_not_refused():
+    check_strategy(SingleDeviceStrategy(torch.device("cpu")))
+    check_strategy(DDPStrategy())
+
+
+def test_two_configurations_are_refused(loader, classifier, mlp, make_trainer, assert_refused):
+    model = classifier(mlp())
+    two = [DifferentialPrivacy(noise_multiplier=z, target_delta=1e-5) for z in (1.0, 2.0)]
+    trainer = make_trainer(max_epochs=1, callbacks=two)
+
+    assert_refused(lambda: trainer.fit(model, loader), "configured twice.*Keep one of them", model)
+
+
+def test_a_callback_beside_a_configured_strategy_is_refused(
+    classifier, mlp, fit, privacy, assert_refused
+):
+    model = classifier(mlp())
+    strategy = PrivateSingleDeviceStrategy(
+        privacy=PrivacyConfig(noise_multiplier=2.0, target_delta=1e-5)
+    )
+
+    assert_refused(
+        lambda: fit(model, privacy, max_epochs=1, strategy=strategy),
+        "configured twice.*Keep one of them",
+        model,
+    )
+
+
+def test_a_private_strategy_without_configuration_is_refused(
+    loader, classifier, mlp, make_trainer, assert_refused
+):
+    model = classifier(mlp())
+    trainer = make_trainer(max_epochs=1, strategy=PrivateSingleDeviceStrategy())
+
+    assert_refused(
+        lambda: trainer.fit(model, loader), "no privacy configuration.*privacy=PrivacyConfig", model
+    )
+
+
+# -- what sharded parameters do not allow --------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _no_processes_are_left() -> Iterator[None]:
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+class OneShardedLayer(L.LightningModule):
+    """One layer, sharded as a function says, over one process."""
+
+    def __init__(self, shard: Callable[[nn.Module, Any], object]) -> None:
+        super().__init__()
+        self.net, self.shard = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)), shard
+
+    def configure_model(self) -> None:
+        self.shard(self.net, self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def in_one_shard(net: nn.Module, mesh: Any) -> object:
+    return fully_shard(net, mesh=mesh)
+
+
+def fit_sharded(
+    folder: Path,
+    privacy: dict[str, Any],
+    shard: Callable[[nn.Module, Any], object] = in_one_shard,
+) -> DifferentialPrivacy:
+    callback = DifferentialPrivacy(
+        target_delta=1e-5, **{"noise_multiplier": 1.0, "isolation_probe": False, **privacy}
+    )
+    trainer = L.Trainer(
+        max_steps=3,
+        accelerator="cpu",
+        devices=1,
+        strategy=ModelParallelStrategy(1, 1),
+        callbacks=[callback],
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    records = TensorDataset(torch.randn(24, 6), torch.arange(24) % 3)
+    trainer.fit(OneShardedLayer(shard), DataLoader(records, batch_size=8))
+    return callback
+
+
+def is_refused(folder: Path, match: str, privacy: dict[str, Any], **options: Any) -> None:
+    with pytest.raises(MisconfigurationException, match=match):
+        fit_sharded(folder, privacy, **options)
+    assert not list(folder.rglob("*.journal"))
+
+
+@pytest.mark.parametrize(
+    ("privacy", "name"),
+    [
+        ({"estimator": CubicNewton(1.0, 1.0, 3)}, "CubicNewton"),
+        ({"postprocessing": [Momentum(0.5), LaplacianSmoothing(1.0)]}, "LaplacianSmoothing"),
+        ({"count_clipped": True}, "count_clipped=True"),
+        ({"engine": "one_by_one"}, "engine='one_by_one'"),
+    ],
+)
+def test_what_needs_more_than_an_entry_is_refused_by_name(tmp_path, privacy, name):
+    is_refused(tmp_path, f"{name}.* does not work on sharded parameters.*strategy='ddp'", privacy)
+
+
+def test_a_model_that_is_not_sharded_is_refused(tmp_path):
+    match = r"\['net\.0\.weight', .* are trained and not sharded.*fully_shard\(self\.model"
+    is_refused(tmp_path, match, {}, shard=lambda net, mesh: None)
+
+
+def test_other_ways_to_shard_are_refused_with_the_way_out():
+    match = r"FSDPStrategy is not supported.*ModelParallelStrategy\(data_parallel_size"
+    with pytest.raises(MisconfigurationException, match=match):
+        check_strategy(FSDPStrategy())
+
+
+@fsdp_on_cpu
+@pytest.mark.parametrize("estimator", [MeanGradient(1.0), Diff2(2, 1.0), Storm(0.5, 1.0)], ids=repr)
+def test_what_works_entry_by_entry_trains(tmp_path, estimator):
+    privacy = {"postprocessing": [Momentum(0.5)], "estimator": estimator}
+    assert fit_sharded(tmp_path, privacy).steps == 3

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report.files import read_report
+from tests.zoo import private
 
 REFUSED = "ReduceLROnPlateau follows '.*', a metric of the training data.*StepLR"
 
@@ -69,7 +70,7 @@ class Logs(L.LightningModule):
 
 @pytest.fixture
 def privacy() -> DifferentialPrivacy:
-    return DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5, isolation_probe=False)
+    return private()
 
 
 @pytest.fixture
@@ -77,7 +78,8 @@ def fit(loader, make_trainer, privacy, tmp_path):
     """A fit of two epochs, with its privacy warnings; validated unless told otherwise."""
 
     def run(model: L.LightningModule, *callbacks: L.Callback, validate: bool = True):
-        options = {"max_epochs": 2, "limit_train_batches": 3, "enable_checkpointing": True}
+        options = {"max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 1}
+        options["enable_checkpointing"] = True
         trainer = make_trainer(callbacks=[privacy, *callbacks], **options)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -239,8 +241,9 @@ CALLBACKS = {
 }
 
 
-@pytest.mark.parametrize("validate", [True, False])
-@pytest.mark.parametrize("name", CALLBACKS)
+@pytest.mark.parametrize(
+    ("name", "validate"), [*((name, True) for name in CALLBACKS), ("Follows", False)]
+)
 def test_a_callback_that_acts_on_a_metric_of_training_warns_once_and_is_in_the_report(
     name, validate, fit, privacy, tmp_path
 ):
@@ -270,23 +273,18 @@ def test_a_file_name_with_a_metric_of_training_warns(fit, privacy, tmp_path):
     assert any("file names" in text for text in privacy.report().not_covered)
 
 
-@pytest.mark.parametrize(
-    "callback",
-    [
-        lambda folder: ModelCheckpoint(
-            folder, monitor="val_loss", filename="{epoch}-{val_loss:.2f}"
-        ),
-        lambda folder: ModelCheckpoint(folder, monitor="step", mode="max"),
-        lambda folder: ModelCheckpoint(folder, monitor="privacy/epsilon", mode="max"),
-        lambda folder: ModelCheckpoint(folder, filename="{epoch}-{step}"),
-        lambda folder: EarlyStopping("val_loss"),
-        lambda folder: EarlyStopping("privacy/epsilon", mode="max"),
-    ],
-)
-def test_callbacks_that_act_on_other_metrics_do_not_warn(callback, fit, privacy, tmp_path):
-    before = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5).report().not_covered
+def test_callbacks_that_act_on_other_metrics_do_not_warn(fit, privacy, tmp_path):
+    before = private().report().not_covered
+    callbacks = [
+        ModelCheckpoint(tmp_path / "1", monitor="val_loss", filename="{epoch}-{val_loss:.2f}"),
+        ModelCheckpoint(tmp_path / "2", monitor="step", mode="max"),
+        ModelCheckpoint(tmp_path / "3", monitor="privacy/epsilon", mode="max"),
+        ModelCheckpoint(tmp_path / "4", filename="{epoch}-{step}"),
+        EarlyStopping("val_loss"),
+        EarlyStopping("privacy/epsilon", mode="max"),
+    ]
 
-    assert fit(Logs(), callback(tmp_path / "a")) == []
+    assert fit(Logs(), *callbacks) == []
     assert privacy.report().not_covered == before
 
 
@@ -294,8 +292,7 @@ def test_a_run_that_monitors_its_training_resumes(fit, loader, make_trainer, tmp
     saving = ModelCheckpoint(tmp_path / "a", monitor="loss", every_n_train_steps=2)
     fit(Logs(), saving)
 
-    again = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5, isolation_probe=False)
-    callbacks = [again, ModelCheckpoint(tmp_path / "a", monitor="loss", every_n_train_steps=2)]
+    callbacks = [private(), ModelCheckpoint(tmp_path / "a", monitor="loss", every_n_train_steps=2)]
     options = {"limit_train_batches": 3, "enable_checkpointing": True}
     trainer = make_trainer(max_epochs=3, callbacks=callbacks, **options)
     with pytest.warns(PrivacyWarning, match="ModelCheckpoint"):

@@ -2,58 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import AbstractSampling
-from lightning_dp.accounting.events import AbstractEvent, Gaussian
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.sampling import BatchPlan
+from tests.zoo import flat, private
+from tests.zoo import records as make_records
 
 RECORDS = 48
 BATCH = 4
-
-
-@dataclass(frozen=True)
-class WholeSet(AbstractSampling):
-    """Every step on all records, but as many steps per epoch as Poisson batches would make.
-
-    Without noise its trajectory does not depend on chance, so a resumed run can be compared with
-    the run that was not interrupted, weight by weight, also in the middle of an epoch.
-    """
-
-    def plan(
-        self,
-        *,
-        num_records: int,
-        batch_size: int,
-        accumulate: int,
-        world_size: int,
-        loader_length: int,
-    ) -> BatchPlan:
-        return BatchPlan(num_records, 1.0, accumulate, math.ceil(loader_length / accumulate))
-
-    def draw(
-        self, shard_size: int, sample_rate: float, rng: np.random.Generator
-    ) -> NDArray[np.int64]:
-        return np.arange(shard_size)
-
-    def event(self, noise_multiplier: float, sample_rate: float) -> AbstractEvent:
-        return Gaussian(noise_multiplier)
 
 
 class Probe(L.Callback):
@@ -81,7 +47,7 @@ class Fitted:
 
     @property
     def weights(self) -> torch.Tensor:
-        return nn.utils.parameters_to_vector(self.model.parameters()).detach()
+        return flat(self.model)
 
     @property
     def ledger(self) -> Any:
@@ -94,15 +60,6 @@ class Fit:
 
     folder: Path
     classifier: type[L.LightningModule]
-    defaults: dict[str, Any] = field(
-        default_factory=lambda: {
-            "target_delta": 1e-5,
-            "max_grad_norm": 1.0,
-            "noise_multiplier": 1.0,
-            "isolation_probe": False,
-            "spot_checks": False,
-        }
-    )
 
     def __call__(
         self,
@@ -118,15 +75,12 @@ class Fit:
         **trainer_options: Any,
     ) -> Fitted:
         if not isinstance(privacy, DifferentialPrivacy):
-            privacy = self.privacy(**(privacy or {}))
+            privacy = private(**(privacy or {}))
         trainer = self.trainer(privacy, callbacks, **trainer_options)
         fitted = Fitted(trainer, self.model(optimizer), privacy, trainer.callbacks[1])
         loader = self.loader(batch_size, records, workers)
         trainer.fit(fitted.model, loader, ckpt_path=ckpt_path, weights_only=weights_only)
         return fitted
-
-    def privacy(self, **options: Any) -> DifferentialPrivacy:
-        return DifferentialPrivacy(**{**self.defaults, **options})
 
     def trainer(
         self, privacy: DifferentialPrivacy, callbacks: tuple[L.Callback, ...], **options: Any
@@ -152,10 +106,8 @@ class Fit:
     def loader(
         self, batch_size: int = BATCH, records: int = RECORDS, workers: int = 0
     ) -> DataLoader[Any]:
-        generator = torch.Generator().manual_seed(1)
-        y = torch.arange(records) % 3
-        x = torch.randn(records, 6, generator=generator) + 2 * nn.functional.one_hot(y, 6)
-        return DataLoader(TensorDataset(x, y), batch_size=batch_size, num_workers=workers)
+        data = TensorDataset(*make_records(records))
+        return DataLoader(data, batch_size=batch_size, num_workers=workers)
 
     def steps_per_epoch(self, accumulate: int = 1) -> int:
         return math.ceil(math.ceil(RECORDS / BATCH) / accumulate)
@@ -164,11 +116,6 @@ class Fit:
 @pytest.fixture
 def fit(tmp_path: Path, classifier: Any) -> Fit:
     return Fit(tmp_path, classifier)
-
-
-@pytest.fixture
-def whole_set() -> AbstractSampling:
-    return WholeSet()
 
 
 class SaveAt(L.Callback):
@@ -187,15 +134,3 @@ class SaveAt(L.Callback):
 @pytest.fixture
 def save_at() -> type[SaveAt]:
     return SaveAt
-
-
-@pytest.fixture
-def chains() -> ModuleType:
-    """The module beside this one, which tests cannot import by name."""
-    path = Path(__file__).with_name("chains.py")
-    spec = importlib.util.spec_from_file_location("resume_chains", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module

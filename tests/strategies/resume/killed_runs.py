@@ -37,7 +37,7 @@ class Round:
     place: str = ""  # where the process dies; "random" is wherever it is
     step: int = -1  # in which optimizer step (0, 1, ...)
     accumulate: int = 1
-    save_every: int = 2
+    save_every: int = 3
 
     def reached(self, place: str, step: int) -> None:
         """Die here, if this is the place."""
@@ -116,19 +116,14 @@ def train(round_: Round, resume: Path | None) -> None:
     """One process: train to the planned end, or die on the way."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(48, 6), torch.arange(48) % 3)
-    privacy = DifferentialPrivacy(
-        target_epsilon=3.0,
-        target_delta=1e-5,
-        max_grad_norm=1.0,
-        isolation_probe=False,
-        spot_checks=False,
-    )
+    quiet = {"isolation_probe": False, "spot_checks": False}
+    privacy = DifferentialPrivacy(target_epsilon=3.0, target_delta=1e-5, **quiet)
     saving = ModelCheckpoint(
         round_.path, "{step}", save_top_k=-1, every_n_train_steps=round_.save_every
     )
     trainer = L.Trainer(
         accelerator="cpu",
-        max_epochs=2,
+        max_epochs=1,
         accumulate_grad_batches=round_.accumulate,
         logger=False,
         enable_progress_bar=False,

@@ -41,9 +41,7 @@ def refused(
     assert (journal.read_bytes() if journal.exists() else None) == written
 
 
-def test_checkpoint_without_ledger_is_refused_with_the_cure(
-    fit: Any, saved: Any, tmp_path: Path
-) -> None:
+def test_checkpoint_without_ledger_is_refused_with_the_cure(fit, saved, tmp_path):
     content = torch.load(tmp_path / "a.ckpt", weights_only=False)
     del content["lightning_dp"]
     torch.save(content, tmp_path / "plain.ckpt")
@@ -53,43 +51,36 @@ def test_checkpoint_without_ledger_is_refused_with_the_cure(
     refused(fit, saved, tmp_path / "plain.ckpt", ValueError, match)
 
 
-@pytest.mark.parametrize(
-    ("privacy", "was", "now"),
-    [
-        ({"max_grad_norm": 2.0}, "max_grad_norm=1.0", "max_grad_norm=2.0"),
-        ({"target_delta": 1e-6}, "1e-05", "1e-06"),
-        ({"relation": "replace_one"}, "add_remove", "replace_one"),
-        ({"noise_schedule": Exponential(0.1)}, "Constant()", "Exponential(rate=0.1)"),
-        ({"noise_multiplier": 1.1}, "1.0", "1.1"),
-        ({"sampling": FullBatch()}, "Poisson()", "FullBatch()"),
-        ({"postprocessing": [Momentum(0.5)]}, "()", "Momentum(beta=0.5)"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_changed_configuration_is_refused_naming_both_values(
-    fit: Any, saved: Any, tmp_path: Path, privacy: dict[str, Any], was: str, now: str
-) -> None:
-    match = f"differs from the checkpoint's: it was .*{re.escape(was)}.*, now .*{re.escape(now)}"
-    refused(fit, saved, tmp_path / "a.ckpt", ValueError, match, privacy=privacy)
+CHANGED: list[tuple[dict[str, Any], str, str]] = [
+    ({"max_grad_norm": 2.0}, "max_grad_norm=1.0", "max_grad_norm=2.0"),
+    ({"target_delta": 1e-6}, "1e-05", "1e-06"),
+    ({"relation": "replace_one"}, "add_remove", "replace_one"),
+    ({"noise_schedule": Exponential(0.1)}, "Constant()", "Exponential(rate=0.1)"),
+    ({"noise_multiplier": 1.1}, "1.0", "1.1"),
+    ({"sampling": FullBatch()}, "Poisson()", "FullBatch()"),
+    ({"postprocessing": [Momentum(0.5)]}, "()", "Momentum(beta=0.5)"),
+]
+OTHER_BATCHES: list[tuple[dict[str, Any], str, str]] = [
+    ({"batch_size": 8}, f"sample_rate={4 / 48}", f"sample_rate={8 / 48}"),
+    ({"records": 47}, "num_records=48", "num_records=47"),
+    ({"accumulate_grad_batches": 2}, "chunks_per_step=1", "chunks_per_step=2"),
+    ({"batch_size": 2, "accumulate_grad_batches": 2}, "chunks_per_step=1", "chunks_per_step=2"),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "was", "now"),
-    [
-        ({"batch_size": 8}, f"sample_rate={4 / 48}", f"sample_rate={8 / 48}"),
-        ({"records": 47}, "num_records=48", "num_records=47"),
-        ({"accumulate_grad_batches": 2}, "chunks_per_step=1", "chunks_per_step=2"),
-        ({"batch_size": 2, "accumulate_grad_batches": 2}, "chunks_per_step=1", "chunks_per_step=2"),
-    ],
-)
-def test_changed_batches_are_refused_naming_both_values(
-    fit: Any, saved: Any, tmp_path: Path, options: dict[str, Any], was: str, now: str
-) -> None:
-    match = f"{re.escape(was)}.* before, .*{re.escape(now)}.* now"
-    refused(fit, saved, tmp_path / "a.ckpt", ValueError, match, **options)
+def test_changed_configuration_and_batches_are_refused_naming_both_values(fit, saved, tmp_path):
+    path = tmp_path / "a.ckpt"
+    for privacy, was, now in CHANGED:
+        match = (
+            f"differs from the checkpoint's: it was .*{re.escape(was)}.*, now .*{re.escape(now)}"
+        )
+        refused(fit, saved, path, ValueError, match, privacy=privacy)
+    for options, was, now in OTHER_BATCHES:
+        match = f"{re.escape(was)}.* before, .*{re.escape(now)}.* now"
+        refused(fit, saved, path, ValueError, match, **options)
 
 
-def test_changed_target_epsilon_is_allowed(fit: Any, saved: Any, tmp_path: Path) -> None:
+def test_changed_target_epsilon_is_allowed(fit, saved, tmp_path):
     resumed = fit(tmp_path / "a.ckpt", privacy={"target_epsilon": 100.0})
     assert resumed.privacy.steps == 10 + 18
     spent = resumed.privacy.epsilon
@@ -98,13 +89,13 @@ def test_changed_target_epsilon_is_allowed(fit: Any, saved: Any, tmp_path: Path)
     assert tighter.privacy.epsilon <= spent * 1.03
 
 
-def test_budget_that_is_spent_resumes_to_no_step(fit: Any, saved: Any, tmp_path: Path) -> None:
+def test_budget_that_is_spent_resumes_to_no_step(fit, saved, tmp_path):
     with pytest.warns(PrivacyWarning, match="No training step was made"):
         resumed = fit(tmp_path / "a.ckpt", privacy={"target_epsilon": saved.privacy.epsilon * 0.99})
     assert (resumed.probe.training_steps, resumed.privacy.steps) == (0, 10)
 
 
-def test_changed_learning_rate_is_allowed(fit: Any, saved: Any, tmp_path: Path) -> None:
+def test_changed_learning_rate_is_allowed(fit, saved, tmp_path):
     resumed = fit(tmp_path / "a.ckpt", optimizer=lambda p: torch.optim.SGD(p, lr=0.01))
     assert resumed.privacy.steps == 10 + 18
 
@@ -139,29 +130,27 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-@pytest.mark.parametrize(
-    ("damage", "match"),
-    [
-        (Path.unlink, r"is missing.*ledger_dir.*recover_journal\(checkpoint_path, directory"),
-        (cut_line, r"knows less than the checkpoint.*recover_journal"),
-        (keep_the_header, r"knows less than the checkpoint.*recover_journal"),
-        (cut_byte_in_the_middle, "is damaged"),
-        (change_a_digit, "is damaged: line 2 fails its checksum"),
-        (drop_a_line, "is damaged before line 5"),
-        (empty, "is empty"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_bad_journal_is_refused(
-    fit: Any, saved: Any, tmp_path: Path, damage: Callable[[Path], None], match: str
-) -> None:
-    damage(saved.ledger.journal_path)
-    refused(fit, saved, tmp_path / "a.ckpt", JournalError, match)
+DAMAGE: list[tuple[Callable[[Path], None], str]] = [
+    (cut_line, r"knows less than the checkpoint.*recover_journal"),
+    (keep_the_header, r"knows less than the checkpoint.*recover_journal"),
+    (cut_byte_in_the_middle, "is damaged"),
+    (change_a_digit, "is damaged: line 2 fails its checksum"),
+    (drop_a_line, "is damaged before line 5"),
+    (empty, "is empty"),
+    (Path.unlink, r"is missing.*ledger_dir.*recover_journal\(checkpoint_path, directory"),
+]
 
 
-def test_torn_last_line_is_a_charge_whose_data_was_never_touched(
-    fit: Any, saved: Any, tmp_path: Path
-) -> None:
+def test_bad_journal_is_refused(fit, saved, tmp_path):
+    journal = saved.ledger.journal_path
+    whole = journal.read_bytes()
+    for damage, match in DAMAGE:
+        journal.write_bytes(whole)
+        damage(journal)
+        refused(fit, saved, tmp_path / "a.ckpt", JournalError, match)
+
+
+def test_torn_last_line_is_a_charge_whose_data_was_never_touched(fit, saved, tmp_path):
     journal = saved.ledger.journal_path
     journal.write_bytes(journal.read_bytes().rpartition(b"[null")[0][:-3])  # the last charge
     resumed = fit(tmp_path / "a.ckpt", max_steps=8)
@@ -169,13 +158,13 @@ def test_torn_last_line_is_a_charge_whose_data_was_never_touched(
     assert read_journal(journal)[1].total == 11
 
 
-def test_journal_of_another_ledger_is_refused(fit: Any, saved: Any, tmp_path: Path) -> None:
+def test_journal_of_another_ledger_is_refused(fit, saved, tmp_path):
     other = fit(max_steps=10, default_root_dir=tmp_path / "other")
     shutil.copy(other.ledger.journal_path, saved.ledger.journal_path)
     refused(fit, saved, tmp_path / "a.ckpt", JournalError, "belongs to ledger")
 
 
-def test_moved_journal_is_found_through_ledger_dir(fit: Any, saved: Any, tmp_path: Path) -> None:
+def test_moved_journal_is_found_through_ledger_dir(fit, saved, tmp_path):
     moved = tmp_path / "moved"
     moved.mkdir()
     shutil.move(saved.ledger.journal_path, moved)
@@ -189,7 +178,7 @@ def test_moved_journal_is_found_through_ledger_dir(fit: Any, saved: Any, tmp_pat
     assert again.privacy.steps == 28 + 12
 
 
-def test_recovered_journal_charges_the_bound(fit: Any, saved: Any, tmp_path: Path) -> None:
+def test_recovered_journal_charges_the_bound(fit, saved, tmp_path):
     saved.ledger.journal_path.unlink()
     # The checkpoint holds 6 steps; 4 were made after it, of which we say: at most 7.
     recover_journal(tmp_path / "a.ckpt", tmp_path / "new", unrecorded_steps=7)
@@ -198,9 +187,7 @@ def test_recovered_journal_charges_the_bound(fit: Any, saved: Any, tmp_path: Pat
     assert resumed.ledger.history() == [(PoissonGaussian(1.0, 4 / 48), 6 + 7 + 18)]
 
 
-def test_damaged_journal_is_recovered_after_it_was_moved_away(
-    fit: Any, saved: Any, tmp_path: Path
-) -> None:
+def test_damaged_journal_is_recovered_after_it_was_moved_away(fit, saved, tmp_path):
     journal = saved.ledger.journal_path
     cut_byte_in_the_middle(journal)
     with pytest.raises(JournalError, match="move it away first"):

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
+import signal
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +17,242 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import Diff2, FullBatch, Momentum
+from lightning_dp import FullBatch, Momentum
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.events import Gaussian, PoissonGaussian
-from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.schedules import Exponential
+from tests.zoo import WholeSet, flat, private
+
+# -- random chains of interruptions and resumes, run by a plain or a private Trainer -------------
+
+
+CHAIN_RECORDS, CHAIN_BATCH = (
+    24,
+    2,
+)  # a multiple of 1, 2 and 3 batches: private epochs are as long as plain ones
+
+
+class Planted(Exception):
+    """What ends a fit in the middle."""
+
+
+class Stepping(L.LightningModule):
+    """Counts the optimizer's steps and notes what each of them saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.chunks: list[Any] = []  # since the last step
+        self.seen: list[list[Any]] = []  # the chunks of each step
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.ones(CHAIN_RECORDS, 2)), CHAIN_BATCH)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.ones(CHAIN_RECORDS, 2)), CHAIN_RECORDS // 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.chunks.append(getattr(self.trainer.train_dataloader, "current", None))
+        return self.layer(batch[0]).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.layer(batch[0]).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
+        optimizer.register_step_post_hook(self._after_step)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {
+                "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3),
+                "interval": "step",
+            },
+        }
+
+    def _after_step(self, *_: Any) -> None:
+        self.seen.append(self.chunks)
+        self.chunks = []
+
+
+HOOKS = (
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_validation_start",
+    "on_validation_batch_end",
+    "on_validation_end",
+    "on_train_epoch_end",
+)
+
+
+class Interrupt(L.Callback):
+    """Ends a fit when a hook is called for the n-th time."""
+
+    def __init__(self, hook: str, after: int, error: BaseException | None) -> None:
+        self.after, self.error, self.calls = after, error, 0
+        setattr(self, hook, self._called)
+
+    def _called(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        if trainer.sanity_checking:
+            return
+        self.calls += 1
+        if self.calls == self.after:
+            if self.error is not None:
+                raise self.error
+            trainer.should_stop = True
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One fit of a chain: how it ends, and who saves what the next one resumes from."""
+
+    hook: str
+    after: int
+    ending: str  # "error", "ctrl-c", "stop", or "end": at a limit
+    limits: dict[str, int]  # how much more than the checkpoint has
+    saves_after: bool  # trainer.save_checkpoint() when the fit is over
+
+
+@dataclass(frozen=True)
+class Trail:
+    """Where a Trainer is after a fit: whether it raised, its steps, epoch and all its progress."""
+
+    ended: str
+    global_step: int
+    epoch: int
+    progress: Any = field(repr=False)
+    is_resumed: bool = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Settings of a run and six interruptions, all chosen by a seed."""
+
+    seed: int
+    options: dict[str, Any] = field(default_factory=dict)
+    saving: dict[str, Any] = field(default_factory=dict)
+    stages: tuple[Stage, ...] = ()
+
+    @classmethod
+    def of(cls, seed: int) -> Chain:
+        rng = random.Random(seed)
+        per_epoch = rng.choice([{}, {}, {"limit_train_batches": 7}, {"limit_train_batches": 0.45}])
+        options: dict[str, Any] = {
+            "accumulate_grad_batches": rng.choice([1, 2, 3]),
+            "reload_dataloaders_every_n_epochs": rng.choice([0, 0, 1, 2]),
+            **per_epoch,
+            **rng.choice(
+                [
+                    {},
+                    {"limit_val_batches": 0},
+                    {"val_check_interval": 3},
+                    {"val_check_interval": 0.4},
+                    {"val_check_interval": 4, "check_val_every_n_epoch": None},
+                    {"check_val_every_n_epoch": 2},
+                ]
+            ),
+        }
+        saving = rng.choice(
+            [
+                {"every_n_train_steps": 1},
+                {"every_n_train_steps": 3},
+                {"every_n_train_steps": 2, "save_on_train_epoch_end": True},
+                {"every_n_epochs": 1},
+                {"every_n_epochs": 1, "save_on_train_epoch_end": True},
+                {"every_n_epochs": 1, "save_on_train_epoch_end": False},
+            ]
+        )
+        saving = {**saving, "exceptions": rng.random() < 0.5}
+        stages = tuple(cls._stage(rng, number) for number in range(6))
+        return cls(seed, options, saving, stages)
+
+    @staticmethod
+    def _stage(rng: random.Random, number: int) -> Stage:
+        limits = rng.choice([{"max_epochs": rng.randrange(3)}, {"max_steps": rng.randrange(1, 15)}])
+        return Stage(
+            hook=rng.choice(HOOKS),
+            after=rng.randrange(1, 14),
+            ending=rng.choice(["error", "error", "ctrl-c", "stop", "end"]),
+            limits=limits,
+            saves_after=rng.random() < 0.5,
+        )
+
+    def run(
+        self,
+        folder: Path,
+        make_trainer: Callable[..., L.Trainer],
+        privacy: Callable[[], L.Callback] | None = None,
+    ) -> Iterator[tuple[Trail, Stepping, Any]]:
+        """Each fit in turn: where the Trainer is afterwards, its model and its privacy."""
+        newest: Path | None = None
+        for number, stage in enumerate(self.stages):
+            place, model = folder / str(number), Stepping()
+            ours = None if privacy is None else privacy()
+            trainer = make_trainer(
+                callbacks=[*self._callbacks(stage, place), *([ours] if ours else [])],
+                enable_checkpointing=True,
+                default_root_dir=folder,
+                num_sanity_val_steps=0,
+                **{**self.options, **_limits(stage, newest)},
+            )
+            ended = "at a limit"
+            with _keyboard_kept():
+                try:
+                    trainer.fit(model, ckpt_path=newest, weights_only=True)
+                except (Planted, SystemExit) as error:
+                    ended = type(error).__name__
+            if stage.saves_after:
+                trainer.save_checkpoint(place / "after.ckpt")
+            is_resumed = newest is not None
+            newest = max(place.glob("*.ckpt"), key=_saved_at, default=newest)
+            progress = trainer.fit_loop.state_dict()
+            progress["state_dict"].pop("combined_loader", None)
+            steps, epoch = trainer.global_step, trainer.current_epoch
+            yield Trail(ended, steps, epoch, progress, is_resumed), model, ours
+
+    def _callbacks(self, stage: Stage, place: Path) -> list[L.Callback]:
+        saving = dict(self.saving)
+        watching: list[L.Callback] = []
+        if saving.pop("exceptions"):
+            watching.append(OnExceptionCheckpoint(place, "raised"))
+        errors = {"error": Planted(), "ctrl-c": KeyboardInterrupt(), "stop": None}
+        if stage.ending != "end":
+            watching.append(Interrupt(stage.hook, stage.after, errors[stage.ending]))
+        return [ModelCheckpoint(place, save_last=True, **saving), *watching]
+
+
+def _limits(stage: Stage, checkpoint: Path | None) -> dict[str, int]:
+    done = {"epoch": 0, "global_step": 0}
+    if checkpoint is not None:
+        done = torch.load(checkpoint, weights_only=True)
+    if "max_steps" in stage.limits:
+        return {"max_epochs": -1, "max_steps": done["global_step"] + stage.limits["max_steps"]}
+    return {"max_epochs": done["epoch"] + 1 + stage.limits["max_epochs"]}
+
+
+def _saved_at(path: Path) -> int:
+    return path.stat().st_mtime_ns
+
+
+@contextmanager
+def _keyboard_kept() -> Iterator[None]:
+    """Lightning ignores Ctrl+C for the rest of the process once it was pressed."""
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
+    pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
+]
 
 # (accumulate, epoch, batch_idx): the end of an epoch, its middle, inside an accumulation window.
 PLACES = [(1, 0, 11), (1, 1, 4), (3, 0, 11), (3, 1, 5), (3, 0, 4), (3, 1, 0)]
@@ -52,53 +287,29 @@ def charged_by_hand(steps: int, accumulate: int = 1) -> float:
 
 @pytest.mark.parametrize(("accumulate", "epoch", "batch_idx"), PLACES)
 def test_resumed_weights_equal_the_uninterrupted_runs(
-    fit: Any,
-    save_at: Any,
-    whole_set: Any,
-    tmp_path: Path,
-    accumulate: int,
-    epoch: int,
-    batch_idx: int,
-) -> None:
+    fit, save_at, tmp_path, accumulate, epoch, batch_idx
+):
     privacy = {
         "noise_multiplier": 0.0,
         "max_grad_norm": 0.3,
-        "sampling": whole_set,
+        "sampling": WholeSet(),
         "postprocessing": [Momentum(0.6)],
     }
     options = {"accumulate_grad_batches": accumulate, "optimizer": with_scheduler}
-    whole = fit(privacy=privacy, **options)
     saving = save_at(tmp_path / "mid.ckpt", epoch, batch_idx)
-    fit(privacy=privacy, callbacks=(saving,), **options)
+    whole = fit(privacy=privacy, callbacks=(saving,), **options)
     resumed = fit(tmp_path / "mid.ckpt", privacy=privacy, weights_only=True, **options)
     torch.testing.assert_close(resumed.weights, whole.weights, rtol=0, atol=1e-6)
-    assert resumed.trainer.global_step == whole.trainer.global_step
-    start = fit.model()
-    moved = whole.weights - torch.nn.utils.parameters_to_vector(start.parameters()).detach()
-    assert moved.norm() > 0.2
-
-
-@pytest.mark.parametrize(("accumulate", "epoch", "batch_idx"), PLACES)
-def test_ledger_holds_the_steps_of_both_runs(
-    fit: Any, save_at: Any, tmp_path: Path, accumulate: int, epoch: int, batch_idx: int
-) -> None:
-    saving = save_at(tmp_path / "mid.ckpt", epoch, batch_idx)
-    options = {"accumulate_grad_batches": accumulate}
-    first = fit(callbacks=(saving,), **options)
-    resumed = fit(tmp_path / "mid.ckpt", **options)
+    assert (whole.weights - flat(fit.model())).norm() > 0.2
     before = (epoch * 12 + batch_idx + 1) // accumulate
     planned = 2 * fit.steps_per_epoch(accumulate)
-    assert first.privacy.steps == planned
+    assert resumed.trainer.global_step == whole.trainer.global_step == planned
     assert resumed.probe.optimizer_steps == planned - before  # noised steps continue the plan
-    assert resumed.privacy.steps == first.privacy.steps + resumed.probe.optimizer_steps
-    by_hand = charged_by_hand(resumed.privacy.steps, accumulate)
-    assert resumed.privacy.epsilon == pytest.approx(by_hand, rel=1e-9)
+    assert resumed.privacy.steps == planned + resumed.probe.optimizer_steps
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_interrupted_run_and_its_resume_cost_what_one_run_costs(
-    fit: Any, tmp_path: Path, accumulate: int
-) -> None:
+def test_interrupted_run_and_its_resume_cost_what_one_run_costs(fit, tmp_path, accumulate):
     every = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1, filename="{step}")
     planned = 2 * fit.steps_per_epoch(accumulate)
     options = {"accumulate_grad_batches": accumulate}
@@ -111,28 +322,26 @@ def test_interrupted_run_and_its_resume_cost_what_one_run_costs(
     assert resumed.privacy.epsilon == pytest.approx(by_hand, rel=1e-9)
 
 
-def test_noise_schedule_continues_at_the_right_step(fit: Any, tmp_path: Path) -> None:
+def test_noise_schedule_continues_at_the_right_step(fit, tmp_path):
     rate = 0.1
     privacy = {"noise_multiplier": 4.0, "noise_schedule": Exponential(rate)}
     saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
-    fit(privacy=privacy, callbacks=(saving,), max_steps=7)
-    resumed = fit(tmp_path / "last.ckpt", privacy=privacy, max_steps=15)
-    expected = Counter(PoissonGaussian(4.0 * math.exp(-rate * t), 4 / 48) for t in range(15))
+    fit(privacy=privacy, callbacks=(saving,), max_steps=3)
+    resumed = fit(tmp_path / "last.ckpt", privacy=privacy, max_steps=6)
+    expected = Counter(PoissonGaussian(4.0 * math.exp(-rate * t), 4 / 48) for t in range(6))
     assert Counter(dict(resumed.ledger.history())) == expected
-    assert resumed.privacy.noise_multiplier == pytest.approx(4.0 * math.exp(-rate * 14))
+    assert resumed.privacy.noise_multiplier == pytest.approx(4.0 * math.exp(-rate * 5))
 
 
-def test_schedule_of_an_older_checkpoint_repeats_its_steps_in_the_ledger(
-    fit: Any, whole_set: Any, save_at: Any, tmp_path: Path
-) -> None:
-    privacy = {"noise_multiplier": 4.0, "noise_schedule": Exponential(0.1), "sampling": whole_set}
+def test_schedule_of_an_older_checkpoint_repeats_its_steps_in_the_ledger(fit, save_at, tmp_path):
+    privacy = {"noise_multiplier": 4.0, "noise_schedule": Exponential(0.1), "sampling": WholeSet()}
     fit(privacy=privacy, callbacks=(save_at(tmp_path / "old.ckpt", 0, 2),), max_steps=5)
     resumed = fit(tmp_path / "old.ckpt", privacy=privacy, max_steps=5)
     expected = Counter(Gaussian(4.0 * math.exp(-0.1 * t)) for t in [0, 1, 2, 3, 4, 3, 4])
     assert Counter(dict(resumed.ledger.history())) == expected
 
 
-def test_calibrated_noise_is_kept_and_spends_exactly_the_rest(fit: Any, tmp_path: Path) -> None:
+def test_calibrated_noise_is_kept_and_spends_exactly_the_rest(fit, tmp_path):
     privacy = {"noise_multiplier": None, "target_epsilon": 3.0}
     saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
     whole = fit(privacy=privacy)
@@ -147,9 +356,7 @@ def test_calibrated_noise_is_kept_and_spends_exactly_the_rest(fit: Any, tmp_path
     assert 2.85 < resumed.privacy.epsilon <= 3.0
 
 
-def test_full_batch_resumes_between_and_inside_its_steps(
-    fit: Any, save_at: Any, tmp_path: Path
-) -> None:
+def test_full_batch_resumes_between_and_inside_its_steps(fit, save_at, tmp_path):
     privacy = {"noise_multiplier": 0.0, "max_grad_norm": 0.3, "sampling": FullBatch()}
     whole = fit(privacy=privacy, max_epochs=4)
     for epoch, batch_idx in [(1, 11), (2, 6)]:
@@ -160,7 +367,7 @@ def test_full_batch_resumes_between_and_inside_its_steps(
         assert resumed.probe.optimizer_steps == 2
 
 
-def test_checkpoint_after_fit_extends_the_run(fit: Any, tmp_path: Path) -> None:
+def test_checkpoint_after_fit_extends_the_run(fit, tmp_path):
     first = fit(max_epochs=1)
     first.trainer.save_checkpoint(tmp_path / "after.ckpt")
     resumed = fit(tmp_path / "after.ckpt", max_epochs=3)
@@ -169,18 +376,7 @@ def test_checkpoint_after_fit_extends_the_run(fit: Any, tmp_path: Path) -> None:
     assert resumed.privacy.epsilon == pytest.approx(charged_by_hand(36), rel=1e-9)
 
 
-def test_resumed_run_can_be_resumed_again(fit: Any, tmp_path: Path) -> None:
-    for steps in (3, 8, 17, 24):
-        path = tmp_path / "last.ckpt"
-        fitted = fit(path if path.exists() else None, max_epochs=-1, max_steps=steps)
-        fitted.trainer.save_checkpoint(path)
-        assert fitted.privacy.steps == fitted.trainer.global_step == steps
-    assert len(list((tmp_path / "privacy").glob("*.journal"))) == 1
-
-
-def test_weights_only_checkpoint_holds_the_ledger_and_lightning_refuses_to_resume_it(
-    fit: Any, tmp_path: Path
-) -> None:
+def test_weights_only_checkpoint_holds_the_ledger_and_lightning_refuses_to_resume_it(fit, tmp_path):
     saving = ModelCheckpoint(tmp_path, filename="w", save_weights_only=True)
     first = fit(callbacks=(saving,))
     ledger = torch.load(tmp_path / "w.ckpt", weights_only=True)["lightning_dp"]["ledger"]
@@ -190,23 +386,21 @@ def test_weights_only_checkpoint_holds_the_ledger_and_lightning_refuses_to_resum
     assert first.privacy.steps == 24
 
 
-@pytest.mark.parametrize("limit", [5, 0.5])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("limit", "accumulate", "steps"), [(5, 2, 9), (0.5, 1, 18)])
 def test_limited_epochs_resume_at_their_end_and_middle(
-    fit: Any, save_at: Any, tmp_path: Path, limit: float, accumulate: int
-) -> None:
+    fit, save_at, tmp_path, limit, accumulate, steps
+):
     options = {"limit_train_batches": limit, "accumulate_grad_batches": accumulate}
-    whole = fit(max_epochs=3, **options)
     for epoch, batch_idx in [(0, int(limit if limit > 1 else 12 * limit) - 1), (1, 2)]:
         path = tmp_path / f"{epoch}.ckpt"
         fit(max_epochs=epoch + 1, callbacks=(save_at(path, epoch, batch_idx),), **options)
         known = torch.load(path, weights_only=True)["global_step"]
         resumed = fit(path, max_epochs=3, **options)
-        assert resumed.trainer.global_step == whole.trainer.global_step
-        assert resumed.probe.optimizer_steps == whole.trainer.global_step - known
+        assert resumed.trainer.global_step == steps
+        assert resumed.probe.optimizer_steps == steps - known
 
 
-def test_epoch_end_checkpoint_of_limited_epochs_resumes(fit: Any, tmp_path: Path) -> None:
+def test_epoch_end_checkpoint_of_limited_epochs_resumes(fit, tmp_path):
     saving = ModelCheckpoint(tmp_path, filename="e", save_on_train_epoch_end=True)
     options = {"limit_train_batches": 5}
     fit(max_epochs=1, callbacks=(saving,), **options)
@@ -214,9 +408,7 @@ def test_epoch_end_checkpoint_of_limited_epochs_resumes(fit: Any, tmp_path: Path
     assert (resumed.probe.optimizer_steps, resumed.privacy.steps) == (5, 10)
 
 
-def test_checkpoint_of_a_validation_inside_an_accumulation_window_resumes(
-    fit: Any, tmp_path: Path
-) -> None:
+def test_checkpoint_of_a_validation_inside_an_accumulation_window_resumes(fit, tmp_path):
     class Validated(fit.classifier):  # type: ignore[misc, name-defined]
         def val_dataloader(self) -> Any:
             return fit.loader()
@@ -232,9 +424,7 @@ def test_checkpoint_of_a_validation_inside_an_accumulation_window_resumes(
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_checkpoint_of_an_exception_inside_a_step_resumes(
-    fit: Any, tmp_path: Path, accumulate: int
-) -> None:
+def test_checkpoint_of_an_exception_inside_a_step_resumes(fit, tmp_path, accumulate):
     callbacks = (OnExceptionCheckpoint(tmp_path, "crash"), CrashAt(3))
     with pytest.raises(Crash):
         fit(callbacks=callbacks, accumulate_grad_batches=accumulate)
@@ -245,7 +435,7 @@ def test_checkpoint_of_an_exception_inside_a_step_resumes(
     assert resumed.privacy.steps == planned + 1  # the step that crashed was charged
 
 
-def test_resume_with_worker_processes(fit: Any, save_at: Any, tmp_path: Path) -> None:
+def test_resume_with_worker_processes(fit, save_at, tmp_path):
     saving = save_at(tmp_path / "mid.ckpt", 0, 6)
     fit(callbacks=(saving,), max_steps=9, workers=2)
     resumed = fit(tmp_path / "mid.ckpt", max_steps=14, workers=2)
@@ -253,7 +443,7 @@ def test_resume_with_worker_processes(fit: Any, save_at: Any, tmp_path: Path) ->
     assert resumed.privacy.steps == 9 + 7
 
 
-def test_manual_optimization_resumes(fit: Any, save_at: Any, tmp_path: Path) -> None:
+def test_manual_optimization_resumes(fit, save_at, tmp_path):
     class Manual(fit.classifier):  # type: ignore[misc, name-defined]
         automatic_optimization = False
 
@@ -270,38 +460,32 @@ def test_manual_optimization_resumes(fit: Any, save_at: Any, tmp_path: Path) -> 
     assert resumed.privacy.steps == 24 + 8
 
 
-@pytest.mark.parametrize(
-    ("was", "now"),
-    [
-        ({"max_grad_norm": 1}, {"max_grad_norm": 1.0}),
-        ({"max_grad_norm": np.float64(1.0), "noise_multiplier": 1}, {"max_grad_norm": 1}),
-        ({"estimator": Diff2(2)}, {"estimator": Diff2(np.int64(2), 1, 1)}),
-        ({"noise_schedule": Exponential(0)}, {"noise_schedule": Exponential(np.float32(0.0))}),
-        ({"postprocessing": [Momentum(0)]}, {"postprocessing": (Momentum(0.0),)}),
-    ],
-)
-def test_a_number_written_otherwise_resumes(
-    fit: Any, save_at: Any, tmp_path: Path, was: dict[str, Any], now: dict[str, Any]
-) -> None:
+def test_a_number_written_otherwise_resumes(fit, save_at, tmp_path):
     """YAML says 1 where Python says 1.0."""
-    estimator = {"max_grad_norm": None} if "estimator" in was else {}
-    fit(privacy={**estimator, **was}, callbacks=(save_at(tmp_path / "a.ckpt", 0, 3),), max_steps=5)
+    was = {
+        "max_grad_norm": 1,
+        "noise_multiplier": 1,
+        "noise_schedule": Exponential(0),
+        "postprocessing": [Momentum(0)],
+    }
+    now = {
+        "max_grad_norm": np.float64(1.0),
+        "noise_multiplier": 1.0,
+        "noise_schedule": Exponential(np.float32(0.0)),
+        "postprocessing": (Momentum(0.0),),
+    }
+    fit(privacy=was, callbacks=(save_at(tmp_path / "a.ckpt", 0, 3),), max_steps=5)
+    assert fit(tmp_path / "a.ckpt", privacy=now, max_steps=6).trainer.global_step == 6
 
-    resumed = fit(tmp_path / "a.ckpt", privacy={**estimator, **now}, max_steps=6)
 
-    assert resumed.trainer.global_step == 6
-
-
-def test_last_checkpoint_is_found_by_name(fit: Any, tmp_path: Path) -> None:
+def test_last_checkpoint_is_found_by_name(fit, tmp_path):
     for steps in (7, 15):
         saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
         fitted = fit("last", callbacks=(saving,), max_steps=steps)
         assert fitted.privacy.steps == fitted.trainer.global_step == steps
 
 
-def test_resume_with_loaders_that_are_reloaded_every_epoch(
-    fit: Any, save_at: Any, tmp_path: Path
-) -> None:
+def test_resume_with_loaders_that_are_reloaded_every_epoch(fit, save_at, tmp_path):
     options = {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3}
     fit(callbacks=(save_at(tmp_path / "mid.ckpt", 1, 4),), **options)
     resumed = fit(tmp_path / "mid.ckpt", **options)
@@ -309,9 +493,7 @@ def test_resume_with_loaders_that_are_reloaded_every_epoch(
     assert resumed.privacy.steps == 36 + 19
 
 
-def test_same_trainer_goes_back_to_an_older_checkpoint(
-    fit: Any, save_at: Any, tmp_path: Path
-) -> None:
+def test_same_trainer_goes_back_to_an_older_checkpoint(fit, save_at, tmp_path):
     fitted = fit(callbacks=(save_at(tmp_path / "mid.ckpt", 0, 5),))
     fitted.trainer.fit(fitted.model, fit.loader(), ckpt_path=tmp_path / "mid.ckpt")
     assert fitted.probe.optimizer_steps == 24 + 18
@@ -319,21 +501,79 @@ def test_same_trainer_goes_back_to_an_older_checkpoint(
     assert fitted.privacy.epsilon == pytest.approx(charged_by_hand(42), rel=1e-9)
 
 
-def test_a_run_that_was_seeded_once_is_never_reported_as_private(
-    tmp_path, make_trainer, classifier, mlp, loader
-):
-    seeded = DifferentialPrivacy(
-        noise_multiplier=1.0, target_delta=1e-5, seed=0, isolation_probe=False, spot_checks=False
-    )
-    trainer = make_trainer(max_epochs=1, callbacks=[seeded])
-    trainer.fit(classifier(mlp()), loader)
-    trainer.save_checkpoint(tmp_path / "seeded.ckpt")
+def test_a_run_that_was_seeded_once_is_never_reported_as_private(fit, tmp_path):
+    fit(privacy={"seed": 0}, max_steps=2).trainer.save_checkpoint(tmp_path / "seeded.ckpt")
+    report = fit(tmp_path / "seeded.ckpt", max_steps=3).privacy.report()
+    assert not report.private
+    assert str(report).startswith("NOT PRIVATE (a seed was set)")
 
-    resumed = DifferentialPrivacy(
-        noise_multiplier=1.0, target_delta=1e-5, isolation_probe=False, spot_checks=False
-    )
-    again = make_trainer(max_epochs=2, callbacks=[resumed])
-    again.fit(classifier(mlp()), loader, ckpt_path=tmp_path / "seeded.ckpt")
 
-    assert not resumed.report().private
-    assert str(resumed.report()).startswith("NOT PRIVATE (a seed was set)")
+# -- random chains of interruptions -----------------------------------------------------------------
+
+# Each of the first ones could not go on, or made other steps, when the loader kept its own position.
+FEW = [6]
+MANY = [10, 13, 23, *range(100, 160)]
+
+
+@pytest.mark.parametrize(
+    "seed", [*FEW, *(pytest.param(seed, marks=pytest.mark.slow) for seed in MANY)]
+)
+def test_a_private_chain_of_resumes_goes_where_the_plain_one_goes(seed, make_trainer, tmp_path):
+    chain = Chain.of(seed)
+    plain = [trail for trail, *_ in chain.run(tmp_path / "plain", make_trainer)]
+    assert len(plain) == 6
+
+    steps = interruptions = 0
+    ours = chain.run(tmp_path / "private", make_trainer, lambda: private(sampling=WholeSet()))
+    for expected, (trail, model, spent) in zip(plain, ours, strict=True):
+        assert trail == expected  # not the steps alone: all progress of all loops
+        if not trail.is_resumed:
+            steps = interruptions = 0
+        steps, interruptions = steps + len(model.seen), interruptions + 1
+        assert 0 <= spent.steps - steps <= interruptions
+        for chunks in model.seen:  # every step saw a whole batch, and no chunk of another one
+            assert [chunk.first for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
+            assert sum(chunk.size for chunk in chunks) == CHAIN_RECORDS
+
+
+def test_fits_of_one_trainer_without_a_checkpoint_go_where_plain_ones_go(make_trainer):
+    def steps_and_epochs(callbacks: list[Any]) -> list[tuple[int, int]]:
+        places, model = [], Stepping()
+        error = Interrupt("on_train_batch_end", 5, Planted())
+        options = {"accumulate_grad_batches": 2, "limit_train_batches": 7}
+        trainer = make_trainer(callbacks=[*callbacks, error], max_epochs=2, **options)
+        for max_epochs in (2, 2, 4, 5):
+            trainer.fit_loop.max_epochs = max_epochs
+            try:
+                trainer.fit(model)
+            except Planted:
+                assert not places
+            places.append((trainer.global_step, trainer.current_epoch))
+        return places
+
+    privacy = private(sampling=WholeSet())
+    ours = steps_and_epochs([privacy])
+    assert ours == steps_and_epochs([])
+    assert privacy.steps == ours[-1][0] + 1  # one batch was charged and interrupted
+
+
+def test_a_position_that_an_older_checkpoint_holds_is_ignored(fit, save_at, tmp_path):
+    path = tmp_path / "old.ckpt"
+    fit(max_steps=6, callbacks=(save_at(path, 0, 4),))
+    checkpoint = torch.load(path, weights_only=True)
+    loops = checkpoint["loops"]["fit_loop"]["state_dict"]
+    assert loops["combined_loader"] == [{}]  # nothing about records, and no position
+    loops["combined_loader"] = [{"chunks_done": 9}]
+    torch.save(checkpoint, path)
+    assert fit(path).probe.optimizer_steps == 24 - 5
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_run_saved_at_an_epochs_last_batch_is_resumed_again_and_again(workers, fit, tmp_path):
+    path, options = tmp_path / "last.ckpt", {"workers": workers, "max_epochs": -1}
+    for steps in (12, 15, 24, 24, 29):
+        saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
+        given = path if path.exists() else None
+        fitted = fit(given, callbacks=(saving,), max_steps=steps, **options)
+        assert fitted.trainer.global_step == fitted.privacy.steps == steps
+    assert len(list((tmp_path / "privacy").glob("*.journal"))) == 1

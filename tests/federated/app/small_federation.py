@@ -1,0 +1,91 @@
+"""A Flower app of asynchronous rounds that ends at its twin's model wherever it runs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from torch import nn
+
+from lightning_dp.federated.flower import client_app, server_app
+from tests.federated.zoo import DELTA, SEED, START, TWO_ROUNDS, LogCosh
+
+
+class Weights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(START.clone())
+
+
+class Stuck(LogCosh):
+    """Is stuck in its second batch, once: to be killed there."""
+
+    def __init__(self, client: int, file: Path) -> None:
+        super().__init__(seed=client)
+        self.file = file
+
+    def bounded_sum(self, query: Any, records: Any) -> Any:
+        with open(self.file, "a") as file:
+            file.write("batch\n")
+        if self.file.read_text().count("batch") == 2:
+            time.sleep(600)
+        return super().bounded_sum(query, records)
+
+
+def number(context: Context) -> int:
+    return int(context.node_config["partition-id"])
+
+
+def out(context: Context) -> Path:
+    return Path(str(context.run_config["out"]))
+
+
+def build(context: Context) -> LogCosh:
+    client = number(context)
+    if client == context.run_config["stuck"]:
+        return Stuck(client, out(context) / "batches")
+    return LogCosh(seed=client)
+
+
+def protocol(context: Context, run: str, records: Any, ledger: Any) -> Any:
+    client = number(context)
+    settings = {"target_epsilon": 1e9, "target_delta": DELTA, "seed": SEED + client}
+    return TWO_ROUNDS.client(records, client, ledger, run=run, **settings)
+
+
+honest = client_app(build, protocol, ledger_dir=lambda context: out(context) / "ledgers")
+client = ClientApp()
+client.query()(lambda message, context: honest(message, context))
+
+
+@client.train()
+def answer(message: Message, context: Context) -> Message:
+    """Answer honestly; a hostile client sends four replies that make no sense first."""
+    reply = honest(message, context)
+    if number(context) != context.run_config["hostile"]:
+        return reply
+    counter = out(context) / "spoilt"
+    count = len(counter.read_text()) if counter.exists() else 0
+    counter.write_text("x" * (count + 1))
+    payload, facts = reply.content["payload"], reply.content["facts"]
+    bad: list[dict[str, Any]] = [
+        {},
+        {"payload": ArrayRecord({"bytes": Array("object", (2**62,), "n", b"ldp")}), "facts": facts},
+        {"payload": payload, "facts": ConfigRecord({"client": 0})},
+        {"payload": payload, "facts": ConfigRecord({"epsilon": b"much"})},
+    ]
+    return Message(RecordDict(bad[count]), reply_to=message) if count < len(bad) else reply
+
+
+server = server_app(
+    lambda context: Weights(),
+    lambda context, run, start: TWO_ROUNDS.server(run, start),
+    num_clients=lambda context: int(context.run_config["clients"]),
+    folder=lambda context: out(context) / "server",
+    poll_interval=0.2,
+    ttl=40.0,
+    patience=300.0,
+)

@@ -1,0 +1,269 @@
+"""Asynchronous SGD: bounded lag, each update once, one noised sum of one model, plans and sequences."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_dp._noise import NoiseSource
+from lightning_dp.accounting import PLDAccountant, PoissonGaussian
+from lightning_dp.federated import (
+    AsyncClient,
+    AsyncPlan,
+    AsyncServer,
+    ClientPrivacy,
+    InverseRootSteps,
+    PolynomialSizes,
+)
+from lightning_dp.federated.asynchronous import ConstantSteps, InverseSteps, rounds_for
+from lightning_dp.federated.ledger import ReleaseLedger
+from lightning_dp.federated.protocol import Message, MessageError
+from tests.federated.zoo import (
+    CLIENTS,
+    RECORDS,
+    ROUNDS,
+    SIZE,
+    LogCosh,
+    Z,
+    asynchronous,
+    history,
+    through_a_bad_network,
+)
+
+STEPS = InverseSteps(0.05, beta=0.01)
+START = torch.zeros(SIZE, dtype=torch.float64)
+
+
+def plan(lag: int = 1, rounds: int = ROUNDS, **changes) -> AsyncPlan:
+    return AsyncPlan(rounds, PolynomialSizes(1.5, 3), STEPS, lag=lag, **changes)
+
+
+def client(folder, the_plan: AsyncPlan, noise=Z, share=1.0, seed=None) -> AsyncClient:
+    privacy = ClientPrivacy(1.0, noise, math.inf, seed=seed)
+    ledger = ReleaseLedger(folder, "data")
+    return AsyncClient(LogCosh(), the_plan, privacy, ledger, run="trial", share=share)
+
+
+def drive(client: AsyncClient, i: int, k: int, model=None) -> Message:
+    facts = {"run": "trial", "round": i, "counter": k}
+    tensors = {} if model is None else {"model": model}
+    return Message.from_bytes(client.answer(Message("round", facts, tensors).to_bytes()))
+
+
+class Watched(AsyncServer):
+    """Writes down every update that changed the model, and checks what must hold at any time."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.updates, self.furthest = {}, 0
+        self.over = {0: self.start}  # v̂ when round k became the earliest one
+
+    def receive(self, client, reply):
+        before, k = self.applied, self.round
+        super().receive(client, reply)
+        if self.round > k:
+            self.over[self.round] = self.point
+        if self.applied != before:
+            message = Message.from_bytes(reply)
+            key = (message.whole("round"), client)
+            assert key not in self.updates
+            self.updates[key] = message.tensor("update")
+        self.check()
+
+    def check(self):
+        expected = self.start
+        for (i, _), update in self.updates.items():
+            expected = self.plan.move(expected, i, update)
+        torch.testing.assert_close(self.point, expected)
+        k, lag = self.round, self.plan.lag
+        assert all((i, c) in self.updates for i in range(k) for c in range(self.num_clients))
+        assert all(n <= k + lag for n in self.applied)
+        self.furthest = max(self.furthest, max(self.applied) - k)
+        for c in range(self.num_clients):
+            if (request := self.request(c)) is None:
+                continue
+            message = Message.from_bytes(request)
+            i = message.whole("round")
+            assert i == self.applied[c] < k + lag
+            if "model" in message.tensors:  # it has the rounds below k, and all of this client's
+                model = self.over[k] if i == k else self.point
+                assert torch.equal(message.tensors["model"], model)
+
+
+@pytest.mark.parametrize(("lag", "keep", "seed"), [(1, None, 0), (2, 3, 4), (4, None, 2)])
+def test_each_update_is_applied_once_and_no_one_is_too_far_ahead(tmp_path, lag, keep, seed):
+    the_plan = plan(lag, keep=keep)
+    server = Watched("trial", the_plan, START, CLIENTS)
+    make = asynchronous(the_plan).clients(tmp_path, seed=None)
+    through_a_bad_network(server, make, seed, look=server.check)
+    assert len(server.updates) == ROUNDS * CLIENTS and server.furthest == lag
+    rates = [the_plan.sizes(i) / RECORDS for i in range(ROUNDS)]
+    for c in range(CLIENTS):
+        assert history(tmp_path, f"client-{c}") == [(PoissonGaussian(Z, q), 1) for q in rates]
+
+
+def test_a_server_that_lost_its_latest_rounds_gets_the_same_updates_again(tmp_path):
+    the_plan = plan(lag=2)
+    make = asynchronous(the_plan).clients(tmp_path, seed=None)
+    server = Watched("trial", the_plan, START, 2)
+    saved = server.state_dict()
+    for c, i in ((0, 0), (0, 1), (1, 0)):
+        assert Message.from_bytes(server.request(c)).whole("round") == i
+        server.receive(c, make(c).answer(server.request(c)))
+    again = Watched("trial", the_plan, START, 2)
+    again.load_state_dict(saved)
+    through_a_bad_network(again, make, 0)
+    assert all(torch.equal(again.updates[key], each) for key, each in server.updates.items())
+
+
+def test_without_noise_and_clipping_it_is_gradient_descent(tmp_path):
+    """All records in each batch, lag 1: x ← x - η Σ g over all clients."""
+    full = AsyncPlan(5, PolynomialSizes(0, RECORDS), ConstantSteps(0.01))
+    server = AsyncServer("trial", full, START, CLIENTS)
+    make = asynchronous(full, noise=0.0, clip_norm=math.inf).clients(tmp_path)
+    through_a_bad_network(server, make, 0)
+    x = START
+    for _ in range(5):
+        x = x - 0.01 * sum(LogCosh(seed=c).rows(x).sum(0) for c in range(CLIENTS))
+    torch.testing.assert_close(server.point, x)
+    assert x.norm() > 0.5 and math.isinf(make(0).epsilon)
+
+
+def test_a_client_without_budget_leaves_before_the_round_that_would_exceed_it(tmp_path):
+    the_plan = plan(lag=2, rounds=12)
+    events = [(PoissonGaussian(Z, the_plan.sizes(i) / RECORDS), 1) for i in range(12)]
+    target = PLDAccountant().epsilon(events[:5], 1e-5) * 1.001
+    make = asynchronous(the_plan).clients(tmp_path)
+    poor = asynchronous(the_plan).clients(tmp_path, target_epsilon=target)
+    server = AsyncServer("trial", the_plan, START, CLIENTS)
+    through_a_bad_network(server, lambda c: poor(c) if c == 1 else make(c), 3)
+    assert server.applied == [12, 5, 12]
+    assert poor(1).epsilon <= target < PLDAccountant().epsilon(events[:6], 1e-5)
+    last = AsyncServer("other", the_plan, START, 2)
+    through_a_bad_network(
+        last, asynchronous(the_plan).clients(tmp_path, target_epsilon=1e-6, run="other"), 0
+    )
+    assert (last.applied, last.reason) == ([0, 0], "no client has budget left")
+
+
+# -- the client --------------------------------------------------------------------------------
+
+
+def test_between_models_a_client_moves_as_the_server_does(tmp_path):
+    """The noise is in the local step too: ŵ ← ŵ - η̄ U; each message to a new process."""
+    point, asked = START + 1, []
+    for i in range(3):
+        one = client(tmp_path, plan(lag=3))
+        update = drive(one, i, 0, point if i == 0 else None).tensor("update")
+        asked.append(one.records.asked[-1][0].terms[0].point)
+        torch.testing.assert_close(asked[-1], point)
+        point = point - plan().step_size(i) * update
+    drive(one, 3, 1, START + 7)
+    assert torch.equal(one.records.asked[-1][0].terms[0].point, START + 7)
+
+
+def test_a_client_whose_latest_release_is_not_of_the_round_before_has_lost_the_model(tmp_path):
+    """Its own model would lack what it did meanwhile, by another ledger."""
+    one = client(tmp_path, plan(lag=4))
+    assert drive(one, 0, 0).kind == "lost"
+    assert drive(one, 0, 0, START).kind == "update"
+    assert drive(one, 0, 0).kind == "update"  # asked again
+    assert drive(one, 2, 0).kind == "lost"
+    assert [drive(one, i, 0).kind for i in (1, 2)] == ["update", "update"]
+    old = b"ldp1 the message of an earlier version"
+    one.ledger.release(one.spending, 3, 0, lambda rng: old, note=old)
+    assert [drive(one, 4, 0).kind, drive(one, 4, 0, START).kind] == ["lost", "update"]
+
+
+def test_one_noised_sum_of_one_model_is_what_leaves(tmp_path):
+    """1500 rounds of one record: mean q clip(g), variance q(1-q) clip² + z² C²; not a factor off."""
+    records, rounds = LogCosh(1), 1500
+    many = AsyncPlan(rounds, PolynomialSizes(0, 1), ConstantSteps(1e-9))
+    privacy = ClientPrivacy(0.5, 3.0, math.inf)
+    ledger = ReleaseLedger(tmp_path, "data")
+    one = AsyncClient(records, many, privacy, ledger, run="trial", share=0.5)
+    rng, source = np.random.default_rng(0), NoiseSource()
+    sums = torch.stack([one.update(0, START, rng, source) for _ in range(rounds)])
+    gradient = records.rows(START)[0]
+    clipped = gradient * min(1.0, 0.5 / float(gradient.norm()))
+    spread = math.sqrt((1.5**2 + 0.25 * 0.25) / rounds)
+    assert float((sums.mean(0) - 0.5 * clipped).abs().max()) < 5 * spread
+    expected = 1.5**2 + 0.25 * float(clipped.square().mean())
+    assert float(sums.var(0).mean()) == pytest.approx(expected, rel=0.1)
+
+
+def test_shares_scale_the_batches_and_noise_may_depend_on_the_round(tmp_path):
+    one = client(tmp_path, plan(), noise=lambda i: 2.0 + i, share=0.5)
+    for i in range(2):
+        drive(one, i, i, START)
+    assert history(tmp_path) == [
+        (PoissonGaussian(2.0, 0.05), 1),
+        (PoissonGaussian(3.0, 2.5 / 30), 1),
+    ]
+
+
+# -- plans and sequences -----------------------------------------------------------------------
+
+
+def test_the_papers_sequences_have_the_papers_rounds():
+    """Examples 3 and E.2.1: 183 rounds of 16 + ⌈1.322 i⌉, 1563 of 16; 80 of 5 x 50; 20 of 5 x 200."""
+    assert rounds_for(PolynomialSizes(1.322, 16), 25_000) == 183
+    sizes = {16: 25_000, 50: 4000, 100: 4000, 200: 4000, 500: 4000, 700: 4000, 1000: 4000}
+    found = [rounds_for(PolynomialSizes(0, s), total) for s, total in sizes.items()]
+    assert found == [1563, 80, 40, 20, 8, 6, 4]
+    assert PolynomialSizes(50, c=0.5, first=1)(7) == math.ceil(50 * math.sqrt(8))
+
+
+def test_step_sizes_are_their_formulas_at_the_gradients_before():
+    sizes = PolynomialSizes(10, 5)
+    for steps, at in (
+        (ConstantSteps(0.3), lambda t: 0.3),
+        (InverseSteps(0.3, 0.01), lambda t: 0.3 / (1 + 0.01 * t)),
+        (InverseRootSteps(0.3, 0.01), lambda t: 0.3 / (1 + 0.01 * t**0.5)),
+    ):
+        the_plan = AsyncPlan(6, sizes, steps)
+        for i in range(6):
+            assert the_plan.gradients_before(i) == sum(sizes(j) for j in range(i))
+            assert the_plan.step_size(i) == pytest.approx(at(sum(sizes(j) for j in range(i))))
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: PolynomialSizes(50), "gives s_0 = 0"),
+        (lambda: PolynomialSizes(1, 5, c=1.5), r"c=1\.5"),
+        (lambda: InverseRootSteps(1.0, -1.0), r"beta=-1\.0"),
+        (lambda: plan(lag=0), "lag=0"),
+        (lambda: plan(keep=0), "keep=0"),
+        (lambda: client("unused", plan(), share=10.0), "this client has"),
+        (lambda: client("unused", plan(), share=math.nan), "share=nan"),
+        (lambda: AsyncServer("trial", plan(keep=5), START, 2), "keep=5 of 4 coordinates"),
+        (lambda: AsyncServer("trial", plan(), START / 0, 2), "vector of finite numbers"),
+    ],
+)
+def test_bad_arguments_are_refused(make, match):
+    with pytest.raises(ValueError, match=match):
+        make()
+
+
+def test_a_client_does_no_round_that_it_may_not_do_yet():
+    server = AsyncServer("trial", plan(rounds=2), START, 2)
+
+    def receive(c: int, i: int, k: int = 0, value=0.1) -> bool:
+        update = Message("update", {"round": i, "counter": k}, {"update": START + value})
+        return server.receive(c, update.to_bytes())
+
+    for bad, match in (
+        ((0, 1), "round 1, which it was not asked for"),
+        ((0, 0, 1), "a model that it was not sent"),
+        ((0, 0, 0, 1e305), "not finite"),
+    ):
+        with pytest.raises(MessageError, match=match):
+            receive(*bad)
+    assert receive(0, 0) and not receive(0, 0)  # it came twice
+    lost = Message("lost", {"round": 0}).to_bytes()
+    assert [server.receive(1, lost) for _ in range(3)] == [False] * 3
+    assert receive(1, 0) and server.applied == [1, 1] and not server.is_done

@@ -1,0 +1,273 @@
+"""DP-FCRN: the paper's steps, the noise of what leaves a client, and what it books and refuses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lightning_dp.accounting import Gaussian, PoissonGaussian, epsilon
+from lightning_dp.boundary import BoundedSum
+from lightning_dp.estimators import CubicNewton
+from lightning_dp.federated import AsyncServer
+from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
+from lightning_dp.federated.ledger import ReleaseLedger
+from lightning_dp.federated.local import LocalRecords
+from lightning_dp.federated.protocol import Message, MessageError
+from tests.federated.zoo import (
+    CLIENTS,
+    DELTA,
+    NEWTON,
+    RECORDS,
+    SIZE,
+    START,
+    Federation,
+    LogCosh,
+    fcrn,
+    history,
+    summed,
+)
+
+PLAN = CubicNewtonPlan(NEWTON, clients=CLIENTS, rounds=3, step_scale=0.7)
+
+
+def plan(**changes) -> CubicNewtonPlan:
+    own = {k: changes.pop(k) for k in [*changes] if hasattr(PLAN, k)}
+    return replace(PLAN, **{"newton": replace(NEWTON, **changes), **own})
+
+
+def in_turn(federation: Federation, folder: Path) -> torch.Tensor:
+    """The model at the end, on a good network."""
+    server, make = federation.begin(), federation.clients(folder)
+    while not server.is_done:
+        for c in range(CLIENTS):
+            server.receive(c, make(c).answer(server.request(c) or b""))
+    return server.point
+
+
+def asked(model=START, **changes) -> bytes:
+    return Message(
+        "round", {"run": "trial", "round": 0, "counter": 0, **changes}, {"model": model}
+    ).to_bytes()
+
+
+def client(
+    folder, the_plan=PLAN, records=None, noise=0.8, rate=0.5, **changes
+) -> CubicNewtonClient:
+    make = fcrn(the_plan, noise, rate).client
+    budget = {"target_epsilon": math.inf, "target_delta": DELTA, **changes}
+    number = budget.pop("number", 0)
+    ledger = ReleaseLedger(folder, "data")
+    return make(records or LogCosh(seed=0), number, ledger, run="trial", **budget)
+
+
+class Answers:
+    """Records that answer with a function of the query."""
+
+    unit = "record"
+
+    def __init__(self, answer, num_records=RECORDS):
+        self.answer, self.num_records = answer, num_records
+
+    def bounded_sum(self, query, records):
+        return self.answer(query)
+
+
+# -- the steps ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whole_steps", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "noise", "rate"),
+    [
+        ({"max_grad_norm": 1e9, "max_hessian_norm": 1e9}, 0.0, 1.0),  # the paper's own
+        ({"keep": None}, 0.8, 0.5),
+        ({"fresh_batches": True}, 0.8, 0.5),
+        ({"fresh_batches": True}, 0.8, 1.0),
+        ({}, 0.8, 1.0),
+    ],
+)
+def test_the_federation_is_its_twin(tmp_path, whole_steps, changes, noise, rate):
+    federation = fcrn(plan(**changes, whole_steps=whole_steps), noise, rate)
+    end = in_turn(federation, tmp_path)
+    torch.testing.assert_close(end, federation.twin(), rtol=0, atol=1e-12)
+    assert float((end - START).norm()) > 0.05
+    for c in range(CLIENTS):
+        assert history(tmp_path, f"client-{c}") == federation.events(c)
+
+
+def test_one_inner_step_is_fed_sgd(tmp_path):
+    newton = CubicNewton(0.001, 0.0, 1, max_grad_norm=1e9, max_step_size=0.3)
+    federation = fcrn(CubicNewtonPlan(newton, CLIENTS, 4, step_scale=2.0), 0.0, 1.0)
+    x = START
+    for _ in range(4):
+        x = x - 0.6 * sum(LogCosh(seed=c).rows(x).mean(0) for c in range(CLIENTS)) / CLIENTS
+    torch.testing.assert_close(in_turn(federation, tmp_path), x, rtol=0, atol=1e-12)
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(SIZE, 1, bias=False, dtype=torch.float64)
+
+    def training_step(self, batch, batch_idx):
+        u = self.layer(batch[0])[:, 0] - batch[1]
+        return (u.abs() + nn.functional.softplus(-2 * u.abs()) - math.log(2)).mean()
+
+
+def test_an_ordinary_module_and_its_data_make_the_same_updates(tmp_path):
+    """Hessian-vector products are the gradient engine's."""
+    data = LogCosh(seed=0)
+    records = LocalRecords(Module(), TensorDataset(data.x, data.y), chunk_size=7)
+    replies = [
+        client(tmp_path / name, records=each, seed=5).answer(asked())
+        for name, each in (("one", data), ("other", records))
+    ]
+    one, other = (Message.from_bytes(reply).tensor("update") for reply in replies)
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_a_mean_of_sparse_steps_is_what_the_server_adds():
+    """(α/n) Σ_i S_i(u_i), S unbiased: over many rounds' sets, the mean of the whole steps."""
+    sparse = plan(keep=2, clients=2)
+    steps = torch.arange(1.0, 9.0, dtype=torch.float64).reshape(2, SIZE)
+    total, count, sets = START * 0, 1500, set()
+    for t in range(count):
+        for c, step in enumerate(steps):
+            moved = sparse.move(START * 0, t, sparse.update(step, t, c), c)
+            total, sets = total + moved, sets | {(c, tuple(moved.nonzero().flatten().tolist()))}
+    torch.testing.assert_close(total / count, 0.7 * steps.mean(0), rtol=0.05, atol=0)
+    assert len(sets) == 2 * 6
+
+
+def test_the_uplink_is_k_values_and_a_short_header():
+    update = plan(keep=10_000).update(torch.zeros(100_000), 0, 0)
+    message = Message("update", {"round": 123, "counter": 123}, {"update": update})
+    assert len(message.to_bytes()) < 40_250
+
+
+# -- noise and charges -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whole_steps", [False, True])
+def test_one_record_moves_no_answer_by_more_than_the_noise_is_made_for(tmp_path, whole_steps):
+    """Random and adversarial gradients and Hessians: aligned, huge, indefinite, not finite."""
+    generator, count = torch.Generator().manual_seed(0), 12
+    g = 3 * torch.randn(count, SIZE, generator=generator, dtype=torch.float64)
+    h = torch.randn(count, SIZE, SIZE, generator=generator, dtype=torch.float64)
+    h = h + h.transpose(1, 2)
+    h[0], h[1], g[2, 0], h[3] = 1e6 * torch.eye(SIZE), -1e3, math.nan, math.inf
+    kept, ratios = SIZE if whole_steps else 3, []
+
+    def answer(query):
+        rows, length = g.clone(), 0.0
+        for term in query.terms[1:]:
+            rows = rows + (h @ term.direction)
+            length = float(term.direction.norm())
+        delta = math.sqrt(kept / SIZE) * (0.5 + 0.3 * length)
+        assert query.clip_norm == pytest.approx(delta, rel=1e-12)
+        assert query.noise_multiplier == pytest.approx(0.8 * 2)  # z √τ
+        total = summed(rows, query)
+        for left_out in range(count):
+            others = rows[torch.arange(count) != left_out]
+            ratios.append(float((total.value - summed(others, query).value).norm()) / delta)
+        return total
+
+    one = client(tmp_path, plan(whole_steps=whole_steps), Answers(answer), rate=1.0)
+    one.answer(asked())
+    assert len(ratios) == 4 * count
+    assert 0.999 < max(ratios) <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("keep", [500, 4000])
+def test_the_noise_in_a_message_has_the_size_it_was_booked_with(tmp_path, keep):
+    """Records whose gradient is 0: -(d/k) η z Δ / N is all that is sent, with Δ = √(k/d) C."""
+    newton = CubicNewton(1.0, 0.0, 1, max_grad_norm=0.5, keep=keep, max_step_size=0.2)
+
+    def zeros(query):
+        return BoundedSum(torch.zeros(query.size(4000), dtype=torch.float64), query.clip_norm)
+
+    one = client(
+        tmp_path, CubicNewtonPlan(newton, 1, 1), Answers(zeros, 10), noise=6.0, rate=1.0, seed=None
+    )
+    reply = Message.from_bytes(one.answer(asked(torch.zeros(4000, dtype=torch.float64))))
+    sent, ratio = reply.reals("update", keep, torch.float64), 4000 / keep
+    expected = ratio * 0.2 * 6.0 * 0.5 / math.sqrt(ratio) / 10
+    assert float(sent.std()) == pytest.approx(expected, rel=4 / math.sqrt(2 * keep))
+    assert float(sent.mean()) == pytest.approx(0, abs=4 * expected / math.sqrt(keep))
+
+
+def test_a_round_is_amplified_once():
+    """z_s = 1.5, τ = 5, q = .01, T = 1000: 5.25, not the 2.17 of 5000 steps on fresh batches."""
+    newton = CubicNewton(1.0, 0.0, inner_steps=5)
+    (event,) = plan(newton=newton).events(1.5 / math.sqrt(5), 0.01)
+    assert epsilon([(event, 1000)], 1e-5) == pytest.approx(5.25, abs=0.01)
+    fresh = plan(newton=replace(newton, fresh_batches=True)).events(1.5, 0.01)
+    assert epsilon([(event, 1000) for event in fresh], 1e-5) == pytest.approx(2.17, abs=0.01)
+    assert PLAN.events(0.8) == [Gaussian(0.8)]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_batch_is_sampled_once_for_a_round_or_for_each_inner_step(tmp_path, fresh):
+    records = LogCosh()
+    client(tmp_path, plan(fresh_batches=fresh), records).answer(asked())
+    batches = [tuple(batch) for _, batch in records.asked]
+    assert len(batches) == 4 and (len(set(batches)) > 1) is fresh
+
+
+def test_a_round_that_diverged_draws_no_second_noise(tmp_path):
+    """The same error each time: what it depends on is noised, and is charged once."""
+    counts = []
+
+    def huge(query):
+        counts[-1] += 1
+        return BoundedSum(torch.full((3,), 1e308, dtype=torch.float64), query.clip_norm)
+
+    steep = plan(max_step_size=None, box=None, strong_convexity=1e-9)
+    for _ in range(2):
+        counts.append(0)
+        with pytest.raises(RuntimeError, match=r"inner step \d of 4 is no longer finite"):
+            client(tmp_path, steep, Answers(huge)).answer(asked())
+    assert counts[0] >= 1 and counts[1] == 0
+    assert history(tmp_path) == [(PoissonGaussian(0.8, 0.5), 1)]
+
+
+# -- bad input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda path: plan(step_scale=0.0), r"step_scale=0\.0 must be"),
+        (lambda path: client(path, number=3), "client=3 must be a whole number from 0 to 2"),
+        (lambda path: client(path, records=Answers(None, 0)), "num_records=0 must be at least 1"),
+        (lambda path: AsyncServer("r", PLAN, torch.zeros(2), 3), "keep=3 coordinates of 2"),
+        (
+            lambda path: AsyncServer("r", PLAN, START, 4),
+            "num_clients=4, but the plan has clients=3",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(tmp_path, make, match):
+    with pytest.raises(ValueError, match=match):
+        make(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        (torch.zeros(2), "keep=3 coordinates of 2"),
+        (torch.zeros(5).half(), "float16"),
+        (torch.zeros(5) / 0, "not finite"),
+    ],
+)
+def test_a_client_refuses_such_models_and_pays_nothing(tmp_path, model, match):
+    with pytest.raises(MessageError, match=match):
+        client(tmp_path).answer(asked(model))
+    assert history(tmp_path) == []

@@ -1,0 +1,682 @@
+"""Every protocol over Flower's messages: no network, node or reply changes the model or a ledger."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="needs lightning-dp[federated]")
+
+import lightning as L
+import numpy as np
+import torch
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.clientapp import ClientApp
+from loopback import Faults, LoopbackGrid
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lightning_dp.accounting import PLDAccountant
+from lightning_dp.federated import (
+    AsyncClient,
+    AsyncPlan,
+    AsyncServer,
+    ClientPrivacy,
+    PolynomialSizes,
+)
+from lightning_dp.federated.asynchronous import ConstantSteps
+from lightning_dp.federated.flower import client_app, server_app
+from lightning_dp.federated.flower.exchange import Exchange, pack, payload_of
+from lightning_dp.federated.flower.server import Logbook
+from lightning_dp.federated.local import LocalRecords
+from lightning_dp.federated.protocol import Message as Content
+from tests.federated.zoo import (
+    CLIENTS,
+    DELTA,
+    FEDERATIONS,
+    ROUNDS,
+    SEED,
+    START,
+    Federation,
+    LogCosh,
+    history,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Diff2. the noise"),
+]
+
+GOOD, BAD = Faults(), Faults(0.4, 0.15, 0.1, 0.15, 0.1)
+SGD = FEDERATIONS["asynchronous"]
+
+
+class Weights(nn.Module):
+    def __init__(self, start: Tensor = START) -> None:
+        super().__init__()
+        self.x = nn.Parameter(start.clone())
+
+
+def number(context: Context) -> int:
+    return int(context.node_config["partition-id"])
+
+
+def client_of(federation: Federation, folder: Path, records=LogCosh, **settings: Any) -> ClientApp:
+    budget = {"target_epsilon": math.inf, "target_delta": DELTA}
+
+    def protocol(context: Context, run: str, data: Any, ledger: Any) -> Any:
+        c = number(context)
+        given = {"seed": SEED + c, **budget, **settings}
+        return federation.client(data, c, ledger, run=run, **given)
+
+    return client_app(lambda context: records(seed=number(context)), protocol, folder / "ledgers")
+
+
+def server_of(make: Callable[[str, Tensor], Any], place: Path, **changes: Any) -> Any:
+    settings = {"num_clients": CLIENTS, "poll_interval": 0.001, "patience": 20.0, **changes}
+    start = settings.pop("start", START)
+    return server_app(
+        lambda context: Weights(start),
+        lambda context, run, point: make(run, point),
+        **{"folder": place / "server", **settings},
+    )
+
+
+def run(
+    place: Path, federation: Federation = SGD, faults: Faults = GOOD, seed=0, records=LogCosh,
+    settings: Any = None, **changes: Any,
+) -> None:  # fmt: skip
+    client = client_of(federation, place, records, **(settings or {}))
+    server = server_of(federation.server, place, **changes)
+    LoopbackGrid(client, CLIENTS, faults, seed=seed).start(server)
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    def no_constant(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    text = (folder / "server" / "federation.json").read_text()
+    return json.loads(text, parse_constant=no_constant)
+
+
+def model(folder: Path) -> Tensor:
+    return torch.load(folder / "server" / "model.pt", weights_only=True)["x"]
+
+
+def check_end(folder: Path, federation: Federation = SGD) -> None:
+    torch.testing.assert_close(model(folder), federation.twin(), rtol=0, atol=1e-12)
+    for c in range(CLIENTS):
+        charged = Counter(dict(history(folder / "ledgers", f"client-{c}")))
+        assert charged == Counter(dict(federation.events(c)))
+    assert not (folder / "server" / "server.pt").exists()
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[logging.LogRecord]]:
+    """The records of the log in which a text occurs."""
+    caplog.set_level("INFO", logger="lightning_dp.federated")  # whatever other tests have set
+    return lambda text: [each for each in caplog.records if text in each.getMessage()]
+
+
+# -- whole runs --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FEDERATIONS)
+def test_a_bad_network_changes_neither_the_model_nor_the_ledgers(tmp_path, name):
+    run(tmp_path, FEDERATIONS[name], BAD, seed=len(name))
+    check_end(tmp_path, FEDERATIONS[name])
+    assert summary(tmp_path)["problems"] > 0
+
+
+def test_progress_metrics_and_every_clients_epsilon_are_in_tensorboard_and_the_summary(tmp_path):
+    """On a good network every client is asked once a round; it takes about a second."""
+    begin = time.perf_counter()
+    run(tmp_path, evaluate=lambda context, module: {"sum": float(module.x.sum()), "inf": math.inf})
+    assert time.perf_counter() - begin < 5
+    check_end(tmp_path)
+    found, spent = summary(tmp_path), PLDAccountant().epsilon(SGD.events(0), DELTA)
+    assert (found["rounds"], found["replies"], found["problems"]) == (ROUNDS, 3 * ROUNDS, 0)
+    assert found["metrics"] == {"sum": pytest.approx(float(SGD.twin().sum())), "inf": "inf"}
+    facts = {"epsilon": spent, "delta": DELTA, "unit": "record", "num_records": 30, "seeded": True}
+    assert all(facts.items() <= found["clients"][str(c)].items() for c in range(CLIENTS))
+    events = EventAccumulator(str(tmp_path / "server")).Reload()
+    assert len(events.Scalars("global/sum")) == ROUNDS + 1
+    assert [each.value for each in events.Scalars("progress/replies")] == [*range(0, 19, 3)]
+    assert events.Scalars("privacy/epsilon_max")[-1].value == pytest.approx(spent)
+    assert events.Scalars("privacy/epsilon_client_2")[-1].value == pytest.approx(spent)
+
+
+def test_a_budget_holds_over_federations_and_the_run_ends(tmp_path):
+    target = PLDAccountant().epsilon(SGD.events(0)[:4], DELTA) * 1.001
+    for _ in range(2):  # of the second run nothing is left
+        run(tmp_path, settings={"target_epsilon": target})
+        assert history(tmp_path / "ledgers", "client-0") == SGD.events(0)[:4]
+        assert summary(tmp_path)["ended"] == "no client has budget left"
+
+
+def test_a_server_that_died_goes_on_and_nothing_is_charged_twice(tmp_path, monkeypatch):
+    receive, count = AsyncServer.receive, 0
+
+    def dies(self: AsyncServer, client: int, reply: bytes) -> bool:
+        nonlocal count
+        count += 1
+        if count == 8:  # some of round 2 is in, some is not
+            raise KeyboardInterrupt
+        return receive(self, client, reply)
+
+    monkeypatch.setattr(AsyncServer, "receive", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, faults=BAD)
+    assert summary(tmp_path)["ended"].startswith("it failed (KeyboardInterrupt)")
+    monkeypatch.setattr(AsyncServer, "receive", receive)
+    run(tmp_path, faults=BAD, seed=1)
+    check_end(tmp_path)
+
+
+def test_an_exception_at_a_client_tells_the_server_nothing(tmp_path, log):
+    failed: set[int] = set()
+
+    class Failing(LogCosh):
+        def bounded_sum(self, query, records):
+            if len(self.asked) == 3 and id(self) not in failed:
+                failed.add(id(self))
+                raise ValueError("record 17 is HIV positive")
+            return super().bounded_sum(query, records)
+
+    run(tmp_path, records=Failing)
+    check_end(tmp_path)
+    asked_again = log("Asking again")
+    assert len(asked_again) == CLIENTS and not log("HIV")
+    assert "HIV" in str(log("could not answer")[0].exc_info[1])
+
+
+def test_a_client_that_never_answers_ends_the_run_with_its_name(tmp_path):
+    with pytest.raises(RuntimeError, match=r"used for 0\.2 s.*\{'Client [0-2]': 'error 4"):
+        run(tmp_path, faults=Faults(lost=1.0), patience=0.2)
+
+
+def test_files_are_on_disk_before_they_take_the_place_of_old_ones(tmp_path, monkeypatch):
+    calls, replace = [], os.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append("fsync"))
+    monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("replace"), replace(*paths)))
+    Logbook(tmp_path).close(1, "it was enough")
+    assert calls == ["fsync", "replace", "fsync"]
+
+
+# -- replies of anybody ------------------------------------------------------------------------
+
+Spoil = Callable[[Message, RecordDict], Message]
+WIDE = torch.zeros(3)
+
+
+def value(client: int, i: int) -> Tensor:
+    return torch.full((3,), 1.0 + client + 0.1 * i)
+
+
+def end_of(rounds: int) -> Tensor:
+    x = WIDE
+    for i in range(rounds):
+        x = x - 0.5 * sum(value(client, i) for client in range(CLIENTS))
+    return x
+
+
+class Node:
+    """Answers as it should; each message to client 1 first in one of the ways to spoil it."""
+
+    def __init__(self, spoil: Iterable[Spoil] = (), kind: str = "train") -> None:
+        self.spoil, self.kind, self.spoilt, self.turn = iter(spoil), kind, 0, True
+
+    def answer(self, message: Message, context: Context) -> RecordDict:
+        client = number(context)
+        facts = {"client": client, "num_clients": CLIENTS, "epsilon": 0.5}
+        if message.metadata.message_type == "query":
+            return pack(b"", facts)
+        request = Content.from_bytes(payload_of(message))
+        numbers = {"round": request["round"], "counter": request["counter"]}
+        update = Content("update", numbers, {"update": value(client, request["round"])})
+        return pack(update.to_bytes(), facts)
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        good = self.answer(message, context)
+        if number(context) == 1 and message.metadata.message_type == self.kind:
+            way = next(self.spoil, None) if self.turn else None
+            self.turn = not self.turn
+            if way is not None:
+                self.spoilt += 1
+                return way(message, good)
+        return Message(good, reply_to=message)
+
+
+def serve(folder: Path, rounds: int, client: Any, **changes: Any) -> LoopbackGrid:
+    plan = AsyncPlan(rounds, PolynomialSizes(a=0, b=8), ConstantSteps(0.5))
+    grid = changes.pop("grid", LoopbackGrid)(client, changes.pop("nodes", CLIENTS))
+    count = changes.get("num_clients", CLIENTS)
+    grid.start(
+        server_of(lambda run, x: AsyncServer(run, plan, x, count), folder, start=WIDE, **changes)
+    )
+    return grid
+
+
+def records(**changed: Any) -> Spoil:
+    def spoil(message: Message, good: RecordDict) -> Message:
+        kept = {name: record for name, record in {**good, **changed}.items() if record is not None}
+        return Message(RecordDict(kept), reply_to=message)
+
+    return spoil
+
+
+def array(given: Any = None, **named: Any) -> Spoil:
+    first = {} if given is None else {"bytes": given}
+    return records(payload=ArrayRecord({**first, **named}))
+
+
+def with_facts(**changed: Any) -> Spoil:
+    def spoil(message: Message, good: RecordDict) -> Message:
+        facts = ConfigRecord()
+        vars(facts)["_data"].update({**good["facts"], **changed})  # also what Flower would refuse
+        return Message(RecordDict({**good, "facts": facts}), reply_to=message)
+
+    return spoil
+
+
+def error(code: int, reason: str) -> Spoil:
+    return lambda message, good: Message(Error(code, reason), reply_to=message)
+
+
+def nothing(message: Message, good: RecordDict) -> Message:
+    return Message(RecordDict(), reply_to=message)
+
+
+WORDS = Array(np.frombuffer(b"hello", np.uint8))
+UNREADABLE: list[Spoil] = [
+    nothing,
+    records(payload=None),
+    records(payload=ConfigRecord({"bytes": b"ldp1"})),
+    records(payload=MetricRecord({"bytes": 1.0})),
+    records(more=ConfigRecord({"a": 1})),
+    array(),
+    array(other=WORDS),
+    array(WORDS, more=WORDS),
+    array(WORDS),
+    array(Array(np.zeros((2, 3), np.complex64))),
+    array(Array("uint8", (5,), "torch.tensor", b"hello")),
+    array(Array("object", (2**62, 4), "numpy.ndarray", b"")),
+    error(2, "record 17 is HIV positive"),
+    error(99, "x" * 100_000),
+    *(with_facts(client=each) for each in (0, 7, -1)),
+]
+STRANGE: list[Spoil] = [
+    records(facts=None),
+    records(facts=ConfigRecord({})),
+    records(facts=MetricRecord({"epsilon": 1.0})),
+    with_facts(client=2**70),
+    with_facts(client=[1]),
+    *(with_facts(epsilon=e) for e in ("high", math.nan, -1, True, b"1", [1.0], 10**400, math.inf)),
+    *(with_facts(more=each) for each in (math.nan, -math.inf, b"\xff", "\ud800", "x" * 10**6)),
+    *(with_facts(more=each) for each in (10**5000, None, {"a": object()}, np.float32(1))),
+    with_facts(**{str(i): i for i in range(1000)}),
+    with_facts(**{"x" * 10**6: 1}),
+]
+
+
+def test_no_reply_ends_the_run_of_the_others(tmp_path, log):
+    rounds, node = len(UNREADABLE) + 2, Node(UNREADABLE)
+    serve(tmp_path, rounds, node, poll_interval=0.0005)
+    assert node.spoilt == len(UNREADABLE)
+    torch.testing.assert_close(model(tmp_path), end_of(rounds))
+    found = summary(tmp_path)
+    assert (found["rounds"], found["problems"]) == (rounds, len(UNREADABLE))
+    assert found["clients"]["1"]["client"] == 1 and found["clients"]["1"]["epsilon"] == 0.5
+    said = [each.getMessage() for each in log("Asking again")]
+    assert len(said) == len(UNREADABLE) and not log("HIV")
+    assert all(each.startswith("Client 1: ") and len(each) < 300 for each in said)
+
+
+def test_an_answer_counts_whatever_its_client_tells_of_itself(tmp_path):
+    """Facts that cannot be kept are left out, and the summary is JSON."""
+    rounds, node = 2 * len(STRANGE) + 2, Node(STRANGE)
+    serve(tmp_path, rounds, node)
+    assert node.spoilt == len(STRANGE)
+    torch.testing.assert_close(model(tmp_path), end_of(rounds))
+    told = summary(tmp_path)["clients"]["1"]
+    assert told["epsilon"] == 0.5 and told["more"] in ("-inf", "\ud800", "x")
+    assert len(json.dumps(told)) < 10_000
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        *(with_facts(client=c) for c in (-1, CLIENTS, 10**5000, "1", 1.0, True, None)),
+        records(facts=None),
+        records(facts=MetricRecord({"client": 1})),
+        nothing,
+        error(2, "no"),
+    ],
+)
+def test_a_node_that_does_not_name_its_client_is_asked_again(tmp_path, spoil):
+    node = Node([spoil], "query")
+    serve(tmp_path, 2, node)
+    assert node.spoilt == 1
+    torch.testing.assert_close(model(tmp_path), end_of(2))
+    assert sorted(summary(tmp_path)["clients"]) == ["0", "1", "2"]
+
+
+class Poisoned(LoopbackGrid):
+    """Fails as Flower does where it cannot read one of the messages that it is asked for."""
+
+    breaks = 4
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        wanted = list(message_ids)
+        for each in wanted:
+            if self.breaks and each in self._flights and self._flights[each].node == 101:
+                if len(wanted) == 1:
+                    del self._flights[each]
+                    self.breaks -= 1
+                raise KeyError("an object")
+        return super().pull_messages(wanted)
+
+
+def test_a_message_that_flower_cannot_read_is_asked_again(tmp_path):
+    assert serve(tmp_path, 5, Node(), grid=Poisoned).breaks == 0
+    torch.testing.assert_close(model(tmp_path), end_of(5))
+    assert summary(tmp_path)["problems"] == 4
+
+
+def test_an_answer_in_another_nodes_name_is_dropped(tmp_path):
+    def forged(message: Message, good: RecordDict) -> Message:
+        update = Content("update", {"round": 0, "counter": 0}, {"update": value(9, 9)})
+        reply = Message(pack(update.to_bytes(), {**good["facts"]}), reply_to=message)
+        vars(reply.metadata)["_src_node_id"] = 100
+        return reply
+
+    node = Node([forged])
+    serve(tmp_path, 3, node, ttl=0.2)
+    assert node.spoilt == 1
+    torch.testing.assert_close(model(tmp_path), end_of(3))
+
+
+@pytest.mark.parametrize("way", ["lost", "stale", "error", "nonsense"])
+def test_patience_is_not_renewed_by_a_client_that_answers_without_getting_on(tmp_path, way):
+    class Always(Node):
+        def __call__(self, message: Message, context: Context) -> Message:
+            good = Message(self.answer(message, context), reply_to=message)
+            if context.node_id != 101 or message.metadata.message_type == "query":
+                return good
+            i = Content.from_bytes(payload_of(message))["round"]
+            if i == 0:
+                return good
+            if way == "error":
+                return error(2, "no")(message, good.content)
+            stale = {"round": i - 1, "counter": i - 1}
+            content = {
+                "lost": Content("lost", {"round": i}),
+                "stale": Content("update", stale, {"update": value(1, i - 1)}),
+                "nonsense": Content("nonsense", {"round": i}),
+            }[way]
+            return Message(pack(content.to_bytes(), {"client": 1}), reply_to=message)
+
+    with pytest.raises(RuntimeError, match=r"No reply could be used for 0\.3 s"):
+        serve(tmp_path, 4, Always(), patience=0.3)
+    assert summary(tmp_path)["rounds"] == 1
+    assert (tmp_path / "server" / "server.pt").exists()
+    assert not (tmp_path / "server" / "model.pt").exists()
+
+
+# -- whose number it is ------------------------------------------------------------------------
+
+
+def test_a_number_that_is_taken_is_not_given_away(tmp_path, log):
+    """Node 102 calls itself client 0, once there is one."""
+    asked, node = set(), Node()
+
+    def app(message: Message, context: Context) -> Message:
+        if message.metadata.message_type == "train":
+            asked.add(context.node_id)
+        content = node.answer(message, context)
+        if context.node_id == 102 and 100 not in asked:
+            return error(2, "not yet")(message, content)
+        if context.node_id == 102:
+            content["facts"]["client"] = 0
+        return Message(content, reply_to=message)
+
+    with pytest.raises(RuntimeError, match=r"without a SuperNode: \[2\].*Node 102.*client 0"):
+        serve(tmp_path, 3, app, patience=0.3)
+    assert asked == {100, 101}
+    assert len(log("itself client 0")) == 1 and log("itself client 0")[0].args[0] == "Node 102"
+
+
+def test_a_node_of_another_federation_is_refused_with_the_cure(tmp_path, log):
+    serve(tmp_path, 2, Node(), nodes=5)
+    torch.testing.assert_close(model(tmp_path), end_of(2))
+    refused = [each.getMessage() for each in log("num_clients=3")]
+    assert len(refused) == 2  # each once
+    assert all("--node-config 'partition-id" in each for each in refused)
+
+
+def test_a_node_that_comes_back_with_a_new_id_takes_its_number_when_the_old_one_has_left():
+    """As a SuperNode does that was killed: Flower still lists the old node for a while."""
+    grid = LoopbackGrid(Node(), 1)
+    exchange = Exchange(grid, 1, run="trial", ttl=60.0, poll_interval=0.0)
+    old = grid._nodes[100]
+
+    def look(until: Callable[[], bool]) -> None:
+        for _ in range(1000):
+            exchange.collect()
+            if until():
+                return
+        raise AssertionError("it never came to that")
+
+    look(lambda: exchange.idle == [0])
+    new = grid.restart(100)
+    grid._nodes[100] = old  # killed, and still listed
+    for _ in range(50):
+        exchange.collect()
+    assert exchange._nodes == {0: 100} and exchange.missing == []
+    del grid._nodes[100]
+    look(lambda: exchange._nodes == {0: new})
+
+
+# -- arguments, folders, modules ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ttl", "poll_interval", "patience"])
+@pytest.mark.parametrize("bad", [0, -1.0, math.nan])
+def test_numbers_out_of_range_are_named(tmp_path, name, bad):
+    with pytest.raises(ValueError, match=f"{name}="):
+        server_of(SGD.server, tmp_path, **{name: bad})
+
+
+@pytest.mark.parametrize("bad", [0, True, "3", 2.5, None, 2, 4])
+def test_another_number_of_clients_is_refused_before_anybody_is_asked(tmp_path, bad):
+    def client(message: Message, context: Context) -> Message:
+        raise AssertionError("nobody is asked")
+
+    for given in (bad, lambda context: bad):
+        with pytest.raises(ValueError, match="num_clients="):
+            server = server_of(SGD.server, tmp_path, num_clients=given)
+            LoopbackGrid(client, CLIENTS).start(server)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", {}, [], {"run": "a", "state": {}}])
+def test_an_unreadable_state_is_refused_and_kept(tmp_path, content):
+    path = tmp_path / "server" / "server.pt"
+    path.parent.mkdir()
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    before = path.read_bytes()
+    with pytest.raises(RuntimeError, match=r"server\.pt cannot be read .* move it away"):
+        run(tmp_path)
+    assert path.read_bytes() == before
+    path.unlink()  # the cure works
+    serve(tmp_path, 1, Node())
+
+
+def test_results_are_in_the_folder_in_which_the_app_was_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    server = server_of(SGD.server, tmp_path, folder=lambda context: "results")
+    client = client_of(SGD, tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    LoopbackGrid(client, CLIENTS).start(server)
+    assert (tmp_path / "results" / "federation.json").exists()
+    assert not list((tmp_path / "elsewhere").iterdir())
+    with pytest.raises(ValueError, match="folder="):
+        server_of(SGD.server, tmp_path, folder="s3://bucket")
+    (tmp_path / "file").write_text("a file")
+    with pytest.raises(ValueError, match=r"folder=.*file' takes no results"):
+        run(tmp_path, folder=tmp_path / "file")
+    for folder in ("ledgers", "s3://bucket/ledgers", ""):  # would differ between processes
+        with pytest.raises(ValueError, match="ledger_dir="):
+            client_app(lambda context: None, lambda *given: None, ledger_dir=folder)
+
+
+def introduce(grid: LoopbackGrid) -> Message:
+    """Ask a node for its number, as a server does."""
+    asked = RecordDict({"facts": ConfigRecord({"run": "a", "module": ""})})
+    [node] = grid.get_node_ids()
+    [reply] = grid.send_and_receive([Message(asked, node, "query")])
+    return reply
+
+
+@pytest.mark.parametrize("missing", ["partition-id", "num-partitions"])
+def test_a_node_without_a_number_gets_the_cure_and_charges_nothing(tmp_path, caplog, missing):
+    grid = LoopbackGrid(client_of(SGD, tmp_path), 1)
+    [context] = grid._nodes.values()
+    del context.node_config[missing]
+    assert introduce(grid).has_error()
+    assert re.search(rf"{missing}=None .*--node-config 'partition-id=I", caplog.text)
+    assert [*tmp_path.rglob("*.journal")] == []
+
+
+@pytest.mark.parametrize("part", ["build", "protocol"])
+def test_functions_that_return_nothing_are_named_in_the_clients_log(tmp_path, caplog, part):
+    made = {"build": lambda context: LogCosh(), "protocol": lambda *given: None}
+    app = client_app(**{**made, part: lambda *given: None}, ledger_dir=tmp_path)
+    assert introduce(LoopbackGrid(app, 1)).has_error()
+    assert ("records=None must be" if part == "build" else "protocol(...)=None") in caplog.text
+
+
+class Body(L.LightningModule):
+    """A frozen layer that each process draws for itself, as long as nobody seeds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(3, 3).requires_grad_(False)
+        self.head = nn.Linear(3, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.head(self.body(batch[0])).mean()
+
+
+@pytest.mark.parametrize("is_seeded", [True, False])
+def test_a_module_is_trained_where_its_frozen_layers_are_the_servers(tmp_path, log, is_seeded):
+    plan = AsyncPlan(1, PolynomialSizes(0, 2), ConstantSteps(0.1))
+    privacy = ClientPrivacy(1.0, 2.0, target_epsilon=math.inf)
+
+    def body() -> Body:
+        if is_seeded:
+            torch.manual_seed(0)
+        return Body()
+
+    client = client_app(
+        lambda context: LocalRecords(body(), TensorDataset(torch.ones(4, 3))),
+        lambda context, run, data, ledger: AsyncClient(data, plan, privacy, ledger, run=run),
+        ledger_dir=tmp_path / "ledgers",
+    )
+    server = server_app(
+        lambda context: body(),
+        lambda context, run, start: AsyncServer(run, plan, start, 1),
+        num_clients=1,
+        folder=tmp_path / "server",
+        poll_interval=0.001,
+        patience=1.0 if is_seeded else 0.2,
+    )
+    if is_seeded:
+        LoopbackGrid(client, 1).start(server)
+    else:  # refused by name, before a charge
+        with pytest.raises(RuntimeError, match="No reply could be used"):
+            LoopbackGrid(client, 1).start(server)
+        assert log("body.weight, body.bias are not those of the server's module")
+    assert len(history(tmp_path / "ledgers", "client-0")) == is_seeded
+
+
+# -- the grid itself ---------------------------------------------------------------------------
+
+
+def echo(message: Message, context: Context) -> Message:
+    """Count the messages of a node in its state."""
+    count = int(context.state["n"]["n"]) + 1 if "n" in context.state else 1
+    context.state["n"] = ConfigRecord({"n": count})
+    answer = ConfigRecord({"client": number(context), "count": count})
+    return Message(RecordDict({"r": answer}), reply_to=message)
+
+
+def ask(grid: LoopbackGrid, node: int) -> str:
+    (name,) = grid.push_messages([Message(RecordDict(), node, "train", ttl=60)])
+    return name
+
+
+def pull_all(grid: LoopbackGrid, names: list[str]) -> Iterator[Message]:
+    while names:
+        for reply in grid.pull_messages(names):
+            names = [name for name in names if name != reply.metadata.reply_to_message_id]
+            yield reply
+
+
+@pytest.mark.parametrize(
+    ("faults", "expected"),
+    [
+        (Faults(), [1]),
+        (Faults(late=1.0), [1]),
+        (Faults(lost=1.0), ["error 4"]),
+        (Faults(undelivered=1.0), ["error 3"]),
+        (Faults(restarted=1.0), ["error 5"]),
+        (Faults(duplicated=1.0), [1, 2]),
+    ],
+)
+def test_a_fault_is_read_as_flowers_error(faults, expected):
+    grid = LoopbackGrid(echo, 1, faults)
+    (node,) = grid.get_node_ids()
+    name = ask(grid, node)
+    with pytest.raises(RuntimeError, match=f"Two messages are in flight to node {node}"):
+        ask(grid, node)
+    replies = pull_all(grid, [name])
+    assert expected == [
+        f"error {r.error.code}" if r.has_error() else r.content["r"]["count"] for r in replies
+    ]
+
+
+def test_a_restarted_node_has_a_new_id_and_no_state_and_replies_overtake_each_other():
+    orders = set()
+    for seed in range(10):
+        grid = LoopbackGrid(echo, 4, Faults(late=0.5), seed=seed)
+        first = next(iter(grid.get_node_ids()))
+        list(pull_all(grid, [ask(grid, first)]))
+        new = grid.restart(first)
+        assert new not in range(100, 104) and len(list(grid.get_node_ids())) == 4
+        replies = list(pull_all(grid, [ask(grid, node) for node in grid.get_node_ids()]))
+        assert all(reply.content["r"]["count"] == 1 for reply in replies)
+        orders.add(tuple(int(reply.content["r"]["client"]) for reply in replies))
+    assert len(orders) > 5
+    with pytest.raises(ValueError, match=r"Faults\(lost=nan\) must be in \[0, 1\]"):
+        Faults(lost=math.nan)

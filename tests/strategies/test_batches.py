@@ -1,0 +1,231 @@
+"""Each noised step is one Poisson batch, however the Trainer cuts its epochs and makes its loaders."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_dp._warnings import PrivacyWarning
+from tests.zoo import private
+
+N = 240
+
+
+def assert_poisson(batches, sample_rate):
+    """Distinct records in each batch, each with probability q, independently."""
+    counts = np.zeros(N)
+    for batch in batches:
+        assert len(set(batch)) == len(batch)
+        counts[batch] += 1
+    expected = len(batches) * sample_rate
+    statistic = ((counts - expected) ** 2).sum() / (expected * (1 - sample_rate))
+    # Too even (a fixed batch size, a shuffled epoch) is as wrong as too uneven.
+    assert 1e-6 < stats.chi2.cdf(statistic, df=N) < 1 - 1e-6
+    sizes = np.array([len(batch) for batch in batches])
+    spread = ((sizes - N * sample_rate) ** 2).sum() / (N * sample_rate * (1 - sample_rate))
+    assert 1e-6 < stats.chi2.cdf(spread, df=len(sizes)) < 1 - 1e-6
+
+
+def test_the_chi_square_test_rejects_shuffled_epochs_and_a_wrong_rate():
+    rng = np.random.default_rng(0)
+    for rate, steps in ((6 / N, 160), (24 / N, 40)):
+        parts = round(1 / rate)
+        epochs = [np.array_split(rng.permutation(N), parts) for _ in range(steps // parts)]
+        shuffled = [list(part) for epoch in epochs for part in epoch]
+        doubled = [list(np.flatnonzero(rng.random(N) < 2 * rate)) for _ in range(steps)]
+        for batches in (shuffled, doubled):
+            with pytest.raises(AssertionError):
+                assert_poisson(batches, rate)
+
+
+@pytest.fixture
+def model(recording, mlp):
+    return recording(mlp())
+
+
+@pytest.fixture
+def loaded(numbered):
+    """A loader of the 240 numbered records."""
+
+    def make(batch_size, workers=0):
+        options = {"num_workers": workers, "persistent_workers": workers > 0}
+        return DataLoader(numbered(), batch_size=batch_size, shuffle=True, **options)
+
+    return make
+
+
+# -- batches --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "workers"),
+    [
+        pytest.param(1, 0, marks=pytest.mark.slow),
+        pytest.param(4, 0, marks=pytest.mark.slow),
+        (4, 2),
+    ],
+)
+def test_batches_are_poisson_over_epochs(accumulate, workers, model, loaded, fit, charges):
+    privacy = private()
+    options = {"max_epochs": 4, "accumulate_grad_batches": accumulate}
+    trainer = fit(model, privacy, loaded(6, workers), **options)
+
+    planned = 4 * 40 // accumulate
+    assert len(model.batches) == trainer.global_step == privacy.steps == planned
+    assert set(model.chunk_counts) == {accumulate}
+    sample_rate = 6 * accumulate / N
+    assert [event.sample_rate for event in charges()] == [sample_rate] * planned
+    assert_poisson(model.batches, sample_rate)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("limits", "chunks_of_steps"),
+    [
+        ({"limit_train_batches": 10}, [4, 4, 2]),
+        ({"limit_train_batches": 3}, [3]),
+        pytest.param({"limit_train_batches": 0.26}, [4, 4, 2], marks=pytest.mark.slow),
+        pytest.param({"limit_train_batches": 1.0}, [4] * 10, marks=pytest.mark.slow),
+    ],
+)
+def test_a_limited_epoch_makes_whole_poisson_batches(
+    workers, limits, chunks_of_steps, model, loaded, fit
+):
+    epochs, privacy = (8 if workers == 0 else 3), private()
+    options = {"max_epochs": epochs, "accumulate_grad_batches": 4}
+    trainer = fit(model, privacy, loaded(6, workers), **options, **limits)
+
+    assert model.chunk_counts == chunks_of_steps * epochs
+    assert len(model.batches) == trainer.global_step == privacy.steps
+    assert_poisson(model.batches, 24 / N)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_max_steps_counts_noised_steps(accumulate, model, loaded, fit):
+    privacy = private()
+    options = {"max_steps": 25, "max_epochs": -1, "accumulate_grad_batches": accumulate}
+    trainer = fit(model, privacy, loaded(12), **options)
+
+    assert len(model.batches) == trainer.global_step == privacy.steps == 25
+    assert_poisson(model.batches, 12 * accumulate / N)
+
+
+class StopAfter(L.Callback):
+    """An early stop by anything else than the budget."""
+
+    def __init__(self, chunks):
+        self.chunks = chunks
+
+    def on_train_batch_end(self, trainer, *args, **kwargs):
+        self.chunks -= 1
+        trainer.should_stop = trainer.should_stop or self.chunks <= 0
+
+
+@pytest.mark.parametrize(("chunks", "made", "charged"), [(34, 17, 17), (35, 17, 18)])
+def test_an_early_stop_charges_the_batches_that_were_looked_at(
+    chunks, made, charged, model, loaded, fit
+):
+    privacy = private()
+    options = {"max_epochs": 5, "accumulate_grad_batches": 2}
+    trainer = fit(model, privacy, loaded(6), callbacks=[StopAfter(chunks)], **options)
+
+    assert trainer.global_step == made
+    assert len(model.batches) == privacy.steps == charged
+    assert_poisson(model.batches[:made], 12 / N)
+
+
+@pytest.mark.parametrize("noise_multiplier", [1.0, 0.0])
+def test_mostly_empty_batches_are_charged_and_noised_every_one(
+    noise_multiplier, model, loaded, fit, charges, weights, at_each_step
+):
+    """Without noise, the step of a stand-in record does not move the weights at all."""
+    privacy, moves = private(noise_multiplier=noise_multiplier), [weights(model)]
+    watch = at_each_step(lambda _, module: moves.append(weights(module)))
+    trainer = fit(model, privacy, loaded(1), callbacks=[watch], max_steps=60)
+
+    empty = sum(not batch for batch in model.batches)
+    assert trainer.global_step == privacy.steps == len(charges()) == 60
+    assert 5 < empty < 45  # 60 / e on average
+    assert_poisson(model.batches, 1 / N)
+    moved = [not before.equal(after) for before, after in itertools.pairwise(moves)]
+    assert moved == [noise_multiplier > 0 or bool(batch) for batch in model.batches]
+
+
+def test_a_batch_size_beyond_the_data_set_is_a_full_batch(model, loaded, fit, charges):
+    with pytest.warns(PrivacyWarning, match="each step uses all of them"):
+        fit(model, private(), loaded(1000), max_epochs=3)
+
+    assert [sorted(batch) for batch in model.batches] == [list(range(N))] * 3
+    assert [event.pair for event in charges()] == [(1.0, 1.0)] * 3
+
+
+# -- data modules, workers, collate functions and reloaded loaders ---------------------------------
+
+
+def test_a_data_module_with_workers(privacy, classifier, mlp, loader, blobs, fit, assert_trained):
+    class Blobs(L.LightningDataModule):
+        def train_dataloader(self):
+            options = {"num_workers": 2, "persistent_workers": True}
+            return DataLoader(blobs, batch_size=24, shuffle=True, **options)
+
+        def val_dataloader(self):
+            return DataLoader(blobs, batch_size=60)
+
+    model = classifier(mlp(), lambda params: torch.optim.SGD(params, lr=0.5))
+    trainer = fit(model, privacy, Blobs(), max_epochs=2)
+
+    assert_trained(trainer, model, privacy, loader, classifier(mlp()), steps=20)
+
+
+def test_custom_collate_with_strings(privacy, classifier, mlp, blobs, loader, fit, assert_trained):
+    def collate(records):
+        x, y = zip(*records, strict=True)
+        names = [f"class {int(label)}" for label in y]
+        return {"x": torch.stack(x), "names": names, "meta": {"source": "blobs"}}
+
+    class Strings(classifier):
+        def training_step(self, batch, batch_idx):
+            assert batch["meta"] == {"source": "blobs"}
+            y = torch.tensor([int(name.removeprefix("class ")) for name in batch["names"]])
+            return nn.functional.cross_entropy(self(batch["x"]), y)
+
+    model = Strings(mlp(), lambda params: torch.optim.SGD(params, lr=0.5))
+    data = DataLoader(blobs, batch_size=24, collate_fn=collate)
+    trainer = fit(model, privacy, data, max_epochs=2)
+
+    assert_trained(trainer, model, privacy, loader, classifier(mlp()), steps=20)
+
+
+class Reloads(L.LightningDataModule):
+    def __init__(self, data, sizes):
+        super().__init__()
+        self.data, self.sizes, self.made = data, sizes, 0
+
+    def train_dataloader(self):
+        self.made += 1
+        return DataLoader(self.data, batch_size=self.sizes[self.made - 1], shuffle=True)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_reloading_the_loader_every_epoch(accumulate, privacy, classifier, mlp, blobs, fit):
+    data = Reloads(blobs, [24, 24])
+    options = {"max_epochs": 2, "accumulate_grad_batches": accumulate}
+    trainer = fit(classifier(mlp()), privacy, data, reload_dataloaders_every_n_epochs=1, **options)
+
+    assert data.made == 2
+    assert trainer.global_step == privacy.steps == 2 * math.ceil(10 / accumulate)
+
+
+def test_a_reloaded_loader_of_another_size_is_refused(privacy, classifier, mlp, blobs, fit):
+    data = Reloads(blobs, [24, 12])
+    with pytest.raises(ValueError, match="batches changed during the run"):
+        fit(classifier(mlp()), privacy, data, max_epochs=2, reload_dataloaders_every_n_epochs=1)
+    assert privacy.steps == 10

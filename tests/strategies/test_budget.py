@@ -1,0 +1,293 @@
+"""What a run spends is what ran; what the budget affords is trained, and nothing more ever runs."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+
+import lightning as L
+import pytest
+import torch
+from dp_accounting import NeighboringRelation, dp_event
+from dp_accounting.pld.pld_privacy_accountant import PLDAccountant as PLDReference
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lightning_dp import FullBatch
+from lightning_dp._warnings import PrivacyWarning
+from lightning_dp.accounting import PLDAccountant, PoissonGaussian
+from lightning_dp.schedules import Exponential
+from tests.zoo import private
+
+DELTA = 1e-5
+
+
+@pytest.fixture
+def model(classifier, mlp):
+    return classifier(mlp())
+
+
+def epsilon(events):
+    return PLDAccountant().epsilon([(event, 1) for event in events], DELTA)
+
+
+# -- ε ------------------------------------------------------------------------------------------
+
+
+def assert_is_reference(found, events, delta=DELTA, relation="ADD_OR_REMOVE_ONE"):
+    """Within one percent above dp-accounting's PLD, which rounds up on its grid as well."""
+    accountant = PLDReference(NeighboringRelation[relation], value_discretization_interval=2e-3)
+    for (noise_multiplier, sample_rate), count in Counter(event.pair for event in events).items():
+        gaussian = dp_event.GaussianDpEvent(noise_multiplier)
+        accountant.compose(dp_event.PoissonSampledDpEvent(sample_rate, gaussian), count)
+    reference = accountant.get_epsilon(delta)
+    assert reference * (1 - 1e-3) <= found <= reference * 1.01
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.7, 3.0])
+def test_epsilon_is_that_of_another_library(noise_multiplier, model, fit, charges):
+    privacy = private(noise_multiplier=noise_multiplier)
+    fit(model, privacy, max_steps=8)
+
+    assert privacy.epsilon_at(DELTA) == privacy.epsilon
+    for delta in (DELTA, 1e-3):
+        assert_is_reference(privacy.epsilon_at(delta), charges(), delta)
+
+
+@pytest.mark.parametrize("sampling", [None, FullBatch()])
+def test_replace_one_costs_more_noise(sampling, model, fit):
+    noise = {}
+    for relation in ("add_remove", "replace_one"):
+        options = {} if sampling is None else {"sampling": sampling}
+        privacy = private(target_epsilon=1.0, relation=relation, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PrivacyWarning)  # trained before under another ledger
+            fit(model, privacy, max_epochs=1)
+        assert 0.99 < privacy.epsilon <= 1.0
+        assert privacy.report().relation == relation
+        noise[relation] = privacy.noise_multiplier
+
+    if sampling is not None:
+        assert noise["replace_one"] == pytest.approx(2 * noise["add_remove"], rel=2e-3)
+    else:
+        assert noise["replace_one"] > 1.2 * noise["add_remove"]
+        events = [PoissonGaussian(noise["replace_one"], 0.1)] * 10
+        assert_is_reference(privacy.epsilon, events, relation="REPLACE_ONE")
+
+
+@pytest.mark.parametrize("rate", [0.05, -0.02])
+def test_a_noise_schedule_is_what_was_charged_and_meets_the_target(rate, model, fit, charges):
+    privacy = private(target_epsilon=2.0, noise_schedule=Exponential(rate=rate))
+    fit(model, privacy, max_steps=6)
+
+    events = charges()
+    scale = events[0].noise_multiplier
+    expected = [scale * math.exp(-rate * step) for step in range(6)]
+    assert [event.noise_multiplier for event in events] == pytest.approx(expected, rel=1e-12)
+    assert 0.99 * 2.0 < privacy.epsilon <= 2.0
+    assert_is_reference(privacy.epsilon, events)
+
+
+# -- the budget -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limits", "planned"),
+    [
+        ({"max_epochs": 2}, 20),
+        ({"max_epochs": 3, "limit_train_batches": 0.5}, 15),
+        ({"max_epochs": 3, "limit_train_batches": 7, "accumulate_grad_batches": 2}, 12),
+        ({"max_steps": 13, "max_epochs": 2}, 13),
+        ({"max_steps": 13, "max_epochs": -1}, 13),
+    ],
+)
+def test_calibration_makes_the_steps_of_this_trainer_and_spends_the_target(
+    limits, planned, model, fit, charges
+):
+    privacy = private(target_epsilon=2.0)
+    trainer = fit(model, privacy, **limits)
+
+    assert trainer.global_step == privacy.steps == len(charges()) == planned
+    assert 0.99 * 2.0 < privacy.epsilon <= 2.0
+    assert privacy.report().stop_reason is None
+
+
+def test_calibration_without_a_last_step_is_refused(model, fit):
+    privacy = private(target_epsilon=1.0)
+    with pytest.raises(ValueError, match=r"target_epsilon=1.0 alone.*max_epochs=.*max_steps="):
+        fit(model, privacy, max_epochs=-1)
+    assert privacy.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "schedule"),
+    [
+        ({"max_epochs": 100, "min_epochs": 50, "accumulate_grad_batches": 4}, None),
+        ({"max_epochs": 100, "min_steps": 500}, None),
+        ({"max_epochs": -1}, None),
+        ({"max_epochs": 20}, Exponential(rate=0.2)),
+    ],
+)
+def test_training_stops_before_the_first_step_that_would_exceed_the_target(
+    limits, schedule, model, blobs, fit, charges
+):
+    accumulate = limits.get("accumulate_grad_batches", 1)
+    options = {} if schedule is None else {"noise_schedule": schedule}
+    privacy = private(target_epsilon=1.0, noise_multiplier=2.0, **options)
+    trainer = fit(model, privacy, DataLoader(blobs, batch_size=24 // accumulate), **limits)
+
+    events = charges()
+    assert 2 < trainer.global_step == privacy.steps == len(events) < 200
+    assert trainer.current_epoch <= 2  # no empty epochs either, to reach a minimum
+    assert privacy.epsilon <= 1.0
+    scale = 1.0 if schedule is None else schedule(len(events))
+    assert epsilon([*events, PoissonGaussian(2.0 * scale, 24 / 240)]) > 1.0
+    assert "privacy budget reached" in privacy.report().stop_reason
+
+
+def test_final_validation_and_checkpoint_run_after_the_stop(model, loader, fit, tmp_path):
+    validated_at = []
+
+    class Watch(L.Callback):
+        def on_validation_end(self, trainer, pl_module):
+            if not trainer.sanity_checking:
+                validated_at.append(trainer.global_step)
+
+    privacy = private(target_epsilon=1.0, noise_multiplier=2.0)
+    checkpoint = ModelCheckpoint(
+        dirpath=tmp_path, monitor="val_loss", save_last=True, save_top_k=-1
+    )
+    limits = {"max_epochs": 100, "min_epochs": 50, "enable_checkpointing": True}
+    trainer = fit(model, privacy, validate=loader, callbacks=[Watch(), checkpoint], **limits)
+
+    assert trainer.global_step % 10 != 0  # it stopped inside an epoch
+    assert validated_at[-1] == trainer.global_step
+    saved = torch.load(checkpoint.last_model_path, weights_only=True)
+    assert saved["global_step"] == trainer.global_step
+    assert saved["lightning_dp"]["mechanism"]["step"] == privacy.steps
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.3, 0.0])
+def test_a_budget_too_small_for_one_step_trains_nothing_and_says_why(
+    noise_multiplier, model, loader, fit, charges, weights
+):
+    before = weights(model)
+    privacy = private(target_epsilon=0.01, noise_multiplier=noise_multiplier)
+    limits = {"max_epochs": 3, "min_epochs": 2, "min_steps": 5}
+    with pytest.warns(PrivacyWarning, match=r"No training step was made.*ε = 0.01.*does not allow"):
+        trainer = fit(model, privacy, validate=loader, **limits)
+
+    assert trainer.global_step == privacy.steps == 0
+    assert privacy.epsilon == 0.0
+    assert weights(model).equal(before)
+    assert charges() == []
+    reason = f"does not allow one step with noise multiplier {noise_multiplier:g}"
+    assert reason in privacy.report().stop_reason
+
+
+# -- another fit, also after an exception, goes on spending the same ledger -------------------------
+
+
+def test_a_second_fit_goes_on_spending_the_same_ledger(model, loader, fit, charges):
+    privacy = private()
+    trainer = fit(model, privacy, max_epochs=1)
+    first = privacy.epsilon
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, loader)
+
+    assert trainer.global_step == privacy.steps == len(charges()) == 20
+    assert privacy.epsilon > first
+    assert privacy.epsilon == epsilon(charges())
+
+
+def test_a_second_fit_of_another_trainer_cannot_exceed_the_budget(model, fit, charges, weights):
+    privacy = private(target_epsilon=1.0, noise_multiplier=3.0)
+    fit(model, privacy, max_epochs=1)
+    assert privacy.steps == 10
+    second = fit(model, privacy, max_epochs=100)
+
+    assert 0 < second.global_step == privacy.steps - 10
+    events = charges()
+    assert privacy.epsilon <= 1.0 < epsilon([*events, events[0]])
+
+    before, spent = weights(model), (privacy.steps, privacy.epsilon)
+    with pytest.warns(PrivacyWarning, match="No training step was made"):
+        third = fit(model, privacy, max_epochs=1)
+    assert third.global_step == 0
+    assert (privacy.steps, privacy.epsilon) == spent
+    assert weights(model).equal(before)
+
+
+def test_a_fit_after_an_exception_keeps_what_was_charged(classifier, mlp, fit, charges):
+    class Fails(classifier):
+        fails_at = 4
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if self.trainer.global_step == self.fails_at:
+                raise ArithmeticError("planted")
+            return loss
+
+    model, privacy = Fails(mlp()), private()
+    with pytest.raises(ArithmeticError, match="planted"):
+        fit(model, privacy, max_epochs=1)
+    assert privacy.steps == len(charges()) == 5  # the fifth batch was looked at
+
+    model.fails_at = -1
+    assert fit(model, privacy, max_epochs=1).global_step == 10
+    assert privacy.steps == len(charges()) == 15
+
+
+# -- settings that are allowed and promise little are said, with what follows from them -------------
+
+
+@pytest.fixture
+def said(model, blobs, fit):
+    """The privacy warnings of a fit of one step on 240 records."""
+
+    def run(batch_size=24, accumulate=1, **settings):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            options = {"max_steps": 1, "accumulate_grad_batches": accumulate}
+            fit(model, private(**settings), DataLoader(blobs, batch_size), **options)
+        found = [str(each.message) for each in caught if each.category is PrivacyWarning]
+        return [text for text in found if "under another privacy ledger" not in text]
+
+    return run
+
+
+@pytest.mark.parametrize(("delta", "warned"), [(0.01, True), (1 / 240, True), (1 / 241, False)])
+def test_a_delta_that_may_publish_a_record_warns_once(said, delta, warned):
+    messages = said(target_delta=delta)
+
+    assert len(messages) == warned
+    for message in messages:
+        assert f"target_delta={delta:g} is not below 1/N = 0.00417 for the N = 240" in message
+        assert "publishes a record" in message and "Choose δ well below 1/N, 0.0001 say" in message
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "accumulate", "warned"),
+    [(240, 1, True), (1000, 1, True), (24, 10, True), (24, 9, False), (239, 1, False)],
+)
+def test_a_batch_of_all_records_warns_once(said, batch_size, accumulate, warned):
+    messages = said(batch_size, accumulate)
+
+    assert len(messages) == warned
+    for message in messages:
+        assert "reaches the 240 records" in message and "each step uses all of them" in message
+        assert "FullBatch()" in message and "smaller batch_size" in message
+
+
+def test_full_batches_that_were_asked_for_do_not_warn(said):
+    assert said(240, sampling=FullBatch()) == said(100, sampling=FullBatch()) == []
+
+
+def test_both_come_before_anything_is_charged(model, fit, tmp_path):
+    privacy = private(target_delta=0.1)
+    with warnings.catch_warnings(), pytest.raises(PrivacyWarning, match="not below 1/N"):
+        warnings.simplefilter("error", PrivacyWarning)
+        fit(model, privacy, max_epochs=1)
+
+    assert privacy.steps == 0 and list(tmp_path.iterdir()) == []

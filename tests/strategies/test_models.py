@@ -1,0 +1,611 @@
+"""Models of many kinds, in the Trainer: checkpointed, compiled, fixed, of sequences, of several rows."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from opacus.layers import DPLSTM, DPMultiheadAttention
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dp import Diff2, FullBatch, fix, rows_of_records
+from lightning_dp._warnings import PrivacyWarning
+from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.gradients import UnsupportedModelError
+from tests.zoo import private
+
+# -- activation checkpoints: the same weights as without them ------------------------------------
+
+
+class WithCheckpoints(nn.Module):
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            plain = self.reentrant is None
+            x = x + (block(x) if plain else checkpoint(block, x, use_reentrant=self.reentrant))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("engine", ["auto", pytest.param("one_by_one", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"isolation_probe": False, "spot_checks": False, "max_grad_norm": 0.5},
+        pytest.param({"max_grad_norm": 0.5}, marks=pytest.mark.slow),
+        pytest.param(
+            {
+                "estimator": Diff2(restart_every=2),
+                "sampling": FullBatch(),
+                "isolation_probe": False,
+            },
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["plain", "probed", "two passes"],
+)
+def test_a_fit_is_the_same_with_checkpoints(options, engine, classifier, blobs, fit):
+    weights = []
+    for reentrant in (None, False):
+        torch.manual_seed(0)
+        model = classifier(WithCheckpoints(reentrant))
+        settings = {"noise_multiplier": 1.0, "seed": 3, "engine": engine}
+        privacy = DifferentialPrivacy(target_delta=1e-5, **settings, **options)
+        torch.manual_seed(1)
+        accumulate = 1 if "sampling" in options else 2
+        fit(model, privacy, DataLoader(blobs, 60), max_epochs=1, accumulate_grad_batches=accumulate)
+        weights.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+        assert all(
+            param.grad is None or param.grad.isfinite().all() for param in model.parameters()
+        )
+    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_reentrant_checkpoints_are_refused_with_the_cure(classifier, blobs, fit):
+    privacy = DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0)
+    with pytest.raises(TypeError, match=r"reentrant activation checkpoints.*use_reentrant=False"):
+        fit(classifier(WithCheckpoints(True)), privacy, DataLoader(blobs, 60), max_epochs=1)
+    assert privacy.epsilon == 0
+
+
+# -- compiled models train as the plain ones, and nothing of it stays behind ---------------------
+
+
+RAN: list[bool] = []  # whether gradients were on
+
+
+def graph(module: Any, inputs: Any) -> Callable[..., Any]:
+    def run(*tensors: Any) -> Any:
+        RAN.append(torch.is_grad_enabled())
+        return module.forward(*tensors)
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    RAN.clear()
+    yield
+    torch.compiler.reset()
+
+
+class Compiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def as_it_is(net: nn.Module) -> nn.Module:
+    return net
+
+
+def wrapped(net: nn.Module) -> nn.Module:
+    return torch.compile(net, backend=graph)
+
+
+def in_place(net: nn.Module) -> nn.Module:
+    net.compile(backend=graph)
+    return net
+
+
+@pytest.fixture
+def fit_compiled(classifier, blobs, fit) -> Callable[..., tuple[Tensor, Any]]:
+    """Train a compiled network, or a compiled LightningModule; return its weights and the report."""
+
+    def run(
+        of_net: Any = as_it_is, of_module: Any = as_it_is, **options: Any
+    ) -> tuple[Tensor, Any]:
+        torch.manual_seed(0)
+        plain = classifier(of_net(Compiled()))
+        privacy = private(**{"seed": 3, "max_grad_norm": 0.5, **options})
+        torch.manual_seed(1)
+        loader = DataLoader(blobs, 60)
+        fit(of_module(plain), privacy, validate=loader, max_epochs=1, num_sanity_val_steps=0)
+        weights = nn.utils.parameters_to_vector(plain.parameters()).detach()
+        return weights, privacy.report()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("how", "whole"),
+    [
+        pytest.param(wrapped, True, marks=pytest.mark.slow),
+        pytest.param(wrapped, False, marks=pytest.mark.slow),
+        (in_place, True),
+        (in_place, False),
+    ],
+)
+def test_a_compiled_model_trains_as_the_plain_one(how, whole, fit_compiled, caplog):
+    """Its validation is compiled, and its training says once that it is not."""
+    expected, plain = fit_compiled()
+    assert plain.mechanism["gradient engine"] == "layers"
+    RAN.clear()
+    with caplog.at_level(logging.INFO):
+        found, report = fit_compiled(of_module=how) if whole else fit_compiled(of_net=how)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert RAN and not any(RAN)
+    said = report.mechanism["gradient engine"]
+    assert f"; {'the model' if whole else 'net'}: compiled, and run as written" in said
+    lines = [each.message for each in caplog.records if "run as written" in each.message]
+    assert len(lines) == 1 and lines[0].startswith("privacy: ")
+
+
+def test_frozen_compiled_parts_run_compiled_in_training(classifier, blobs, fit):
+    class Tuned(classifier):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(3, 3))
+            self.backbone = wrapped(Compiled().requires_grad_(False))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(self.backbone(x))
+
+    privacy = private()
+    fit(Tuned(), privacy, DataLoader(blobs, 60), max_steps=2)
+    assert any(RAN)
+    assert privacy.report().mechanism["gradient engine"] == "layers"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{"of_net": wrapped}, {"of_module": wrapped}, {"of_net": in_place}],
+    ids=["wrapped", "whole", "in place"],
+)
+def test_the_probe_sees_the_code_of_its_copies(options, fit_compiled):
+    """Nothing is compiled for them, and the model itself is not run instead of one."""
+    _, report = fit_compiled(**options, isolation_probe=True, spot_checks=True)
+    assert not any(RAN)
+    assert "isolated" in report.isolation
+
+
+def test_a_coupled_compiled_module_is_found_by_the_probe(blobs, classifier, fit):
+    class Coupled(classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            output = self(batch[0])
+            return (output - output.detach().mean(0)).square().sum(1).mean()
+
+    privacy = DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0)
+    model = torch.compile(Coupled(Compiled()), backend=graph)
+    with pytest.raises(Exception, match="couples the records of a batch"):
+        fit(model, privacy, DataLoader(blobs, 60), max_epochs=1)
+
+
+def test_a_compiled_module_is_resumed_and_loaded_under_its_own_names(
+    classifier, blobs, fit, tmp_path
+):
+    def fit_compiled(epochs: int, path: Any) -> L.LightningModule:
+        torch.manual_seed(0)
+        model = classifier(wrapped(Compiled()))
+        privacy = private()
+        trainer = fit(model, privacy, DataLoader(blobs, 120), ckpt_path=path, max_epochs=epochs)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        return model
+
+    fit_compiled(1, None)
+    model = fit_compiled(2, tmp_path / "last.ckpt")
+    state = torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"]
+    assert list(state) == list(model.state_dict())
+    assert next(iter(state)).startswith("net._orig_mod.")
+
+
+@pytest.mark.parametrize("engine", ["auto", "one_by_one"])
+def test_a_scripted_model_is_refused_by_name(engine, fit_compiled):
+    with pytest.raises(UnsupportedModelError, match=r"net is a module of TorchScript"):
+        fit_compiled(of_net=torch.jit.script, engine=engine)
+
+
+# -- models that were refused train after fix, as each record alone ------------------------------
+
+
+class Residual(nn.Module):
+    """A residual block as torchvision's, on pictures of 6 values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(1, 32, 3, padding=1, bias=False), nn.BatchNorm1d(32)
+        self.relu, self.again = nn.ReLU(inplace=True), nn.BatchNorm1d(32)
+        self.down, self.head = nn.Conv1d(32, 32, 3, padding=1), nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.norm(self.conv(x.unsqueeze(1))))
+        y = self.relu(self.again(self.down(y)) + y)
+        return self.head(y.mean(2))
+
+
+class Attending(nn.Module):
+    """Attention, of which Opacus' hooks see nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.attention = nn.Linear(2, 4), nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embed(x.view(len(x), 3, 2))
+        return self.head(self.attention(y, y, y, need_weights=False)[0].mean(1))
+
+
+def backbone() -> nn.Module:
+    """A frozen backbone with statistics, and a head."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    net(3 * torch.randn(50, 6) + 1)
+    for layer in net[:2]:
+        layer.requires_grad_(False)
+    return net
+
+
+def rescaled() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), Table(), nn.Linear(8, 3))
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2, 8, max_norm=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table((x[:, 0] > 0).long())
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str, str]] = {
+    # the model, arguments of fix, the engine, the refusal without fix
+    "residual block": (
+        Residual,
+        {},
+        "auto",
+        r"\['net\.norm', 'net\.again'\] normalise.*fix\(model\)",
+    ),
+    "kept statistics": (
+        Residual,
+        {"norms": "fixed"},
+        "auto",
+        r"normalise.*lightning_dp\.fix\(model\)",
+    ),
+    "frozen backbone": (backbone, {}, "auto", r"normalise.*its statistics as constants"),
+    "max_norm": (rescaled, {}, "auto", r"max_norm set.*as lightning_dp\.fix\(model\) does"),
+    "attention, hooks": (
+        Attending,
+        {"attention": True},
+        "hooks",
+        r"net\.attention \(MultiheadAttention\).*lightning_dp\.fix\(model, attention=True\)",
+    ),
+}
+
+
+@pytest.fixture(params=MODELS)
+def case(
+    request: pytest.FixtureRequest,
+) -> tuple[Callable[[], nn.Module], dict[str, Any], str, str]:
+    return MODELS[request.param]
+
+
+def test_a_refused_model_trains_after_the_cure_of_the_refusal(case, blobs, classifier, fit):
+    make, options, engine, match = case
+    torch.manual_seed(0)
+    model = classifier(make())
+    privacy = private(engine=engine)
+    with pytest.raises(Exception, match=f"{match}"):
+        fit(model, privacy, max_epochs=1)
+    assert privacy.steps <= 1
+
+    assert fix(model, **options) is model
+
+    privacy = private(engine=engine, target_epsilon=8.0)
+    fit(model, privacy, max_epochs=1)
+    assert privacy.steps == 10
+    assert 0 < privacy.epsilon <= 8.0
+
+
+def test_it_takes_the_steps_of_each_record_alone(case, blobs, classifier, fit):
+    make, options, engine, _ = case
+    torch.manual_seed(0)
+    model = fix(classifier(make()), **options)
+    records = blobs[:20]
+    expected = stepped(copy.deepcopy(model), *records, clip_norm=0.5)
+    privacy = private(engine=engine, noise_multiplier=0.0, max_grad_norm=0.5, sampling=FullBatch())
+    fit(model, privacy, DataLoader(TensorDataset(*records), 20), max_epochs=1)
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param, expected[name], rtol=0, atol=2e-6)
+
+
+class Positions(nn.Module):
+    """Position ids in a buffer, without a row for each record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.head = nn.Embedding(6, 4), nn.Linear(4, 3)
+        self.register_buffer("position_ids", torch.arange(6)[None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(x.unsqueeze(2) + self.places(self.position_ids)).sum(1))
+
+
+def test_position_ids_train_as_they_are_by_default(blobs, classifier, fit):
+    hooks = private(engine="hooks")
+    with pytest.raises(TypeError, match=r"Position ids without a row.*train with engine='auto'"):
+        fit(classifier(Positions()), hooks, max_epochs=1)
+    privacy = private(engine="auto")
+    fit(classifier(Positions()), privacy, max_epochs=1)
+    assert privacy.steps == 10
+
+
+def stepped(model: Any, x: Tensor, y: Tensor, clip_norm: float) -> dict[str, Tensor]:
+    """The parameters after one step of SGD with clipped gradients, one record at a time."""
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    total = {name: torch.zeros_like(param) for name, param in params.items()}
+    for one, label in zip(x, y, strict=True):
+        loss = nn.functional.cross_entropy(model(one[None]), label[None])
+        rows = torch.autograd.grad(loss, list(params.values()))
+        norm = torch.cat([row.flatten() for row in rows]).norm()
+        for name, row in zip(params, rows, strict=True):
+            total[name] += row * (clip_norm / norm).clamp(max=1.0)
+    with torch.no_grad():
+        for name, param in params.items():
+            param -= 0.1 * total[name] / len(x)
+    return dict(model.named_parameters())
+
+
+# -- models of sequences, unchanged --------------------------------------------------------------
+
+
+class Sequences(L.LightningModule):
+    """Three tokens a record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(2, 4), nn.Linear(4, 3)
+
+    def encode(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.head(self.encode(x.view(len(x), 3, 2))), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class Transformer(Sequences):
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(4, 2, 8, dropout, batch_first=True), 1
+        )
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.encoder(self.embed(x)).mean(1)
+
+
+class TimeFirst(Sequences):
+    """Opacus' attention as it is by default."""
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.attention = DPMultiheadAttention(4, 2, dropout=dropout, add_bias_kv=True)
+
+    def encode(self, x: Tensor) -> Tensor:
+        y = self.embed(x).transpose(0, 1)
+        return self.attention(y, y, y)[0].mean(0)
+
+
+class PackedLSTM(Sequences):
+    """An LSTM on sequences of one to three tokens, by the sign of what is in them."""
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.lstm = DPLSTM(
+            4, 2, num_layers=2, dropout=dropout, bidirectional=True, batch_first=True
+        )
+
+    def encode(self, x: Tensor) -> Tensor:
+        lengths = 1 + (x[:, 1:, 0] > 0).sum(1)
+        packed = pack_padded_sequence(self.embed(x), lengths.cpu(), True, enforce_sorted=False)
+        output, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True)
+        return output.sum(1)
+
+
+@pytest.mark.parametrize("kind", [Transformer, TimeFirst, PackedLSTM])
+def test_without_noise_and_clipping_a_model_trains_as_ever(kind, blobs, make_trainer):
+    results = []
+    for is_private in (False, True):
+        torch.manual_seed(0)
+        model = kind(dropout=0.0)
+        privacy = private(noise_multiplier=0.0, max_grad_norm=1e6, sampling=FullBatch())
+        callbacks = [privacy] if is_private else []
+        make_trainer(max_epochs=3, callbacks=callbacks).fit(model, DataLoader(blobs, 240))
+        results.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+    assert privacy.report().mechanism["gradient engine"].startswith("records, since layers")
+    torch.testing.assert_close(*results, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", [Transformer, TimeFirst, PackedLSTM])
+def test_a_model_trains_privately(kind, blobs, fit):
+    torch.manual_seed(0)
+    model = kind()
+    privacy = private(target_epsilon=4.0, max_grad_norm=1.0)
+    trainer = fit(model, privacy, DataLoader(blobs, 60), max_epochs=2, accumulate_grad_batches=2)
+    assert privacy.report().mechanism["gradient engine"].startswith("records, since layers")
+    assert 0 < float(trainer.callback_metrics["privacy/epsilon"]) <= 4.0
+    assert trainer.global_step == 4
+
+
+# -- records with several rows: graphs with their nodes in one tensor, bags of words -------------
+
+
+GRAPHS = 24
+
+
+def samples() -> list[tuple[Tensor, Tensor, int]]:
+    """Nodes and tokens, 1 to 6 of each, and a label."""
+    torch.manual_seed(0)
+    counts = [1 + i * i % 6 for i in range(GRAPHS)]
+    return [(torch.randn(k, 4), torch.randint(9, (k,)), i % 2) for i, k in enumerate(counts)]
+
+
+def collate(given: list[tuple[Tensor, Tensor, int]]) -> dict[str, Tensor]:
+    counts = torch.tensor([len(nodes) for nodes, _, _ in given])
+    return {
+        "x": torch.cat([nodes for nodes, _, _ in given]),
+        "words": torch.cat([words for _, words, _ in given]),
+        "offsets": counts.cumsum(0) - counts,
+        "owners": torch.arange(len(given)).repeat_interleave(counts),
+        "y": torch.tensor([label for _, _, label in given]),
+    }
+
+
+class Nodes(L.LightningModule):
+    def __init__(self, turned: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.turned, self.words = turned, nn.Embedding(9, 4)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 4))
+        self.head = nn.Linear(8, 2)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        n, owners = len(batch["y"]), batch["owners"]
+        with rows_of_records(n - 1 - owners if self.turned else owners, n):
+            nodes = torch.cat([self.layers(batch["x"]), self.words(batch["words"])], 1)
+        pooled = nodes.new_zeros(n, 8).index_add(0, owners, nodes)
+        return cross_entropy(self.head(pooled), batch["y"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class Bags(Nodes):
+    """Bags of words, by their starts in one tensor: no engine but that of single records takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.EmbeddingBag(9, 4, mode="mean"), nn.Linear(4, 2)
+        del self.layers
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return cross_entropy(self.head(self.words(batch["words"], batch["offsets"])), batch["y"])
+
+
+class FoldsTime(L.LightningModule):
+    """Moves two time steps of each record into the batch dimension, before or behind a layer."""
+
+    def __init__(self, *, first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net, self.head, self.first = nn.Linear(6, 4), nn.Linear(4, 3), first
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x = torch.stack([x, x.square()], dim=1)  # (records, time, features)
+        if self.first:
+            hidden = self.net(x.flatten(0, 1)).tanh().unflatten(0, (-1, 2))
+            return cross_entropy(self.head(hidden.mean(1)), y)
+        hidden = self.head(self.net(x).tanh().flatten(0, 1))
+        return cross_entropy(hidden, y.repeat_interleave(2))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class Views(FoldsTime):
+    """Three augmentations of each record: as many calls, and the mean of their losses."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        views = (x, x.flip(1), x.square())
+        logits = [self.head(self.net(view).tanh()) for view in views]
+        return torch.stack([cross_entropy(each, y) for each in logits]).mean()
+
+
+def fitted(
+    fit: Any, model: Any, data: Any = None, **options: Any
+) -> tuple[Any, DifferentialPrivacy]:
+    privacy = DifferentialPrivacy(
+        noise_multiplier=1e-6, max_grad_norm=0.3, target_delta=1e-5, seed=0, **options
+    )
+    loader: Any = DataLoader(samples(), batch_size=GRAPHS, collate_fn=collate)  # type: ignore[arg-type]
+    if data is not None:
+        loader = DataLoader(data, batch_size=GRAPHS)
+    fit(model, privacy, loader, max_epochs=2)
+    return model, privacy
+
+
+@pytest.mark.parametrize(
+    ("make", "engine", "isolation"),
+    [
+        (Nodes, "layers", "compared on made-up samples"),
+        (Bags, "one_by_one, since records", "by construction"),
+    ],
+)
+def test_a_fit_equals_each_record_alone(make, engine, isolation, fit):
+    slow, _ = fitted(fit, make(), engine="one_by_one", sampling=FullBatch())
+    is_slow = engine.startswith("one_by_one")
+    told = pytest.warns(PrivacyWarning, match="one after") if is_slow else nullcontext()
+    with told:
+        fast, privacy = fitted(fit, make(), sampling=FullBatch())
+    report = privacy.report()
+    assert report.mechanism["gradient engine"].startswith(engine)
+    assert isolation in report.isolation
+    for one, other in zip(slow.parameters(), fast.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def few_blobs() -> TensorDataset:
+    generator = torch.Generator().manual_seed(2)
+    return TensorDataset(torch.randn(GRAPHS, 6, generator=generator), torch.arange(GRAPHS) % 3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: FoldsTime(first=True), lambda: FoldsTime(first=False), lambda: Views(first=True)],
+    ids=["time before a layer", "time behind a layer", "augmentations"],
+)
+def test_dense_rows_need_no_hint(fit, make):
+    short: Any = {"isolation_probe": False, "spot_checks": False, "sampling": FullBatch()}
+    slow, _ = fitted(fit, make(), few_blobs(), engine="one_by_one", **short)
+    fast, _ = fitted(fit, make(), few_blobs(), **short)
+    for one, other in zip(slow.parameters(), fast.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

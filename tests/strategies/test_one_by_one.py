@@ -1,0 +1,578 @@
+"""engine="one_by_one": each record alone through collate_fn and training_step, whatever the code."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torchmetrics
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dp import CubicNewton, Diff2, FullBatch, Poisson
+from lightning_dp.accounting.events import VoidedRunError
+from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.estimators import Storm
+from lightning_dp.gradients import UnsupportedModelError
+
+C = 0.3
+N = 10
+SEEN: list[float] = [0.0]  # outside of every model
+
+
+class Base(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.build()
+
+    def build(self) -> None:
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return F.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class RawParameters(Base):
+    """A parameter of the LightningModule itself, used in training_step."""
+
+    def build(self) -> None:
+        super().build()
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return F.cross_entropy(self.net(x) / self.temperature.square(), y)
+
+
+class TiedByFunction(Base):
+    """A weight in its layer and, transposed, outside it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        hidden = torch.tanh(self.net[0](x))
+        again = F.linear(hidden, self.net[0].weight.t())
+        return F.cross_entropy(self.net(x), y) + (again - x).square().mean()
+
+
+class WeightNorm(Base):
+    def build(self) -> None:
+        self.net = nn.Sequential(
+            nn.utils.parametrizations.weight_norm(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 3)
+        )
+
+
+class Cell(Base):
+    def build(self) -> None:
+        self.cell, self.head = nn.GRUCell(2, 5), nn.Linear(5, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        state = x.new_zeros(len(x), 5)
+        for part in x.view(-1, 3, 2).unbind(1):
+            state = self.cell(part, state)
+        return F.cross_entropy(self.head(state), y)
+
+
+class TimeFirst(Base):
+    """An ordinary LSTM with the records in the second dimension."""
+
+    def build(self) -> None:
+        self.lstm, self.head = nn.LSTM(2, 5), nn.Linear(5, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return F.cross_entropy(self.head(self.lstm(x.view(-1, 3, 2).transpose(0, 1))[0][-1]), y)
+
+
+class OneRowOfPositions(Base):
+    def build(self) -> None:
+        self.positions, self.head = nn.Embedding(6, 4), nn.Linear(4, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        states = x.unsqueeze(-1) * self.positions(torch.arange(6, device=x.device))
+        return F.cross_entropy(self.head(torch.tanh(states).mean(1)), y)
+
+
+class Compiled(Base):
+    def build(self) -> None:
+        super().build()
+        self.net = torch.compile(self.net, backend="aot_eager")
+
+
+class Contrastive(Base):
+    """Two views of each record; alone, its views are compared with each other only."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, _ = batch
+        views = F.normalize(self.net(torch.stack([x, x.flip(1), -x], 1)), dim=-1).flatten(0, 1)
+        alike = views @ views.t() / 0.5
+        return (alike.logsumexp(1) - alike.diagonal()).mean()
+
+
+class Coupled(Base):
+    """A loss over the batch, which any other engine refuses; and a sum, with noise inside."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        losses = F.cross_entropy(self.net(x), y, reduction="none")
+        return (losses.sum() - 0.2).abs() + 0.2 + losses.max()
+
+
+MODELS = [
+    RawParameters,
+    TiedByFunction,
+    WeightNorm,
+    Cell,
+    TimeFirst,
+    OneRowOfPositions,
+    Contrastive,
+    Coupled,
+    pytest.param(Compiled, marks=pytest.mark.slow),
+]
+
+
+def records(count: int = N) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(count, 6, generator=generator), torch.arange(count) % 3)
+
+
+def clipped_by_a_loop(model: L.LightningModule, data: Any, collate: Any = None) -> Tensor:
+    """Run the records one after the other, each in a copy of the model, and add them up."""
+    total = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
+    for record in data:
+        alone = copy.deepcopy(model)
+        batch = (collate or torch.utils.data.default_collate)([record])
+        loss = alone.training_step(batch, 0)
+        loss = loss["loss"] if isinstance(loss, dict) else loss
+        if loss is None:
+            continue
+        SEEN[:] = [0.0]
+        loss.backward()
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in alone.parameters()]
+        flat = torch.cat([grad.double().flatten() for grad in grads])
+        if bool(flat.isfinite().all()):
+            total += flat * min(1.0, C / float(flat.norm()))
+    return total
+
+
+ESTIMATORS: dict[str, Callable[[], Any]] = {
+    "plain": lambda: None,
+    "diff2": lambda: Diff2(3, C, 0.5, split=2.0),
+    "storm": lambda: Storm(momentum=0.3, max_grad_norm=C),
+    "cubic_newton": lambda: CubicNewton(
+        strong_convexity=1.0, hessian_lipschitz=1.0, inner_steps=3, max_grad_norm=C, keep=40
+    ),
+}
+
+
+@pytest.fixture
+def fit(make_trainer):
+    def run(
+        model: L.LightningModule,
+        data: Any = None,
+        *,
+        collate: Any = None,
+        workers: int = 0,
+        batch_size: int = 4,
+        callbacks: Sequence[L.Callback] = (),
+        trainer: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        settings = {
+            "noise_multiplier": 0.0,
+            "max_grad_norm": C,
+            "target_delta": 1e-5,
+            "sampling": FullBatch(),
+            "engine": "one_by_one",
+        }
+        privacy = DifferentialPrivacy(**{**settings, **options})
+        arguments = {"max_steps": 1, "callbacks": [privacy, *callbacks], **(trainer or {})}
+        made = make_trainer(**arguments)
+        data = records() if data is None else data
+        made.fit(model, DataLoader(data, batch_size, collate_fn=collate, num_workers=workers))
+        return made, privacy
+
+    return run
+
+
+@pytest.fixture
+def released_sum(fit, weights):
+    """lr = 1 and q = 1, so one update times N is the released sum."""
+
+    def run(model: L.LightningModule, data: Any = None, **options: Any) -> Tensor:
+        before = weights(model).double()
+        fit(model, data, **options)
+        return (before - weights(model).double()) * len(records() if data is None else data)
+
+    return run
+
+
+# -- sums ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_sum_is_that_of_a_loop_over_records(kind, released_sum):
+    expected = clipped_by_a_loop(kind(), records())
+    total = released_sum(kind())
+    torch.testing.assert_close(total, expected, rtol=0, atol=1e-5)
+    assert expected.norm() > C
+
+
+@pytest.mark.parametrize("kind", [RawParameters, WeightNorm, Cell, Coupled])
+def test_one_more_record_moves_the_sum_by_at_most_c(kind, released_sum):
+    data, large = records(), torch.full((1, 6), 1e3)
+    more = TensorDataset(torch.cat([data.tensors[0], large]), torch.cat([data.tensors[1], y0()]))
+    difference = released_sum(kind(), more) - released_sum(kind(), data)
+    assert float(difference.norm()) <= C + 1e-5
+
+
+UNCHECKED = {"isolation_probe": False, "spot_checks": False}
+
+
+def y0() -> Tensor:
+    return torch.zeros(1, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_every_estimator_makes_the_steps_of_the_other_engines(name, fit, weights):
+    found = []
+    for engine in ("layers", "one_by_one"):
+        model, estimator = Base(), ESTIMATORS[name]()
+        asked = {} if estimator is None else {"estimator": estimator, "max_grad_norm": None}
+        fit(model, engine=engine, seed=1, **asked, trainer={"max_steps": 4})
+        found.append(weights(model))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+
+
+def test_without_noise_and_clipping_it_is_plain_training(make_trainer, fit, weights):
+    plain, private = Base(), Base()
+    make_trainer(max_steps=3).fit(plain, DataLoader(records(), batch_size=N))
+    fit(private, max_grad_norm=float("inf"), batch_size=N, trainer={"max_steps": 3})
+    torch.testing.assert_close(weights(private), weights(plain), rtol=0, atol=1e-6)
+
+
+class Remembers(Base):
+    """Everything that may pass from one record to the next."""
+
+    def build(self) -> None:
+        super().build()
+        SEEN[:] = [0.0]
+        self.last, self.queue = 0.0, deque([0.0], maxlen=4)
+        self.generator = torch.Generator().manual_seed(0)
+        self.register_buffer("largest", torch.zeros(()))
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y)
+        self.mean.update(loss.detach())
+        self.largest.copy_(torch.maximum(self.largest, loss.detach()))
+        kept = self.last + sum(self.queue) + SEEN[-1]
+        self.last = float(loss)
+        self.queue.append(float(loss))
+        SEEN.append(float(loss))
+        seen = self.trainer.callback_metrics.get("seen", torch.zeros(())) if self._trainer else 0
+        self.log("seen", loss.detach(), on_step=True)
+        return loss * (1 + self.largest + self.mean.compute() + seen + kept)
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        if self._trainer:
+            super().log(*args, **kwargs)
+
+
+def test_no_record_sees_what_another_left(released_sum):
+    """The oracle begins with a copy of the model for each record."""
+    expected = clipped_by_a_loop(Remembers(), records())
+    model = Remembers()
+    total = released_sum(model, isolation_probe=False)
+    torch.testing.assert_close(total, expected, rtol=0, atol=1e-5)
+    assert not model.largest and not model.last and sum(model.queue) == 0
+
+
+def test_generators_of_the_module_draw_anew_for_each_record(fit):
+    draws: SimpleQueue[float] = SimpleQueue()  # no snapshot holds what is in it
+
+    class Own(Base):
+        def build(self) -> None:
+            super().build()
+            self.generator = torch.Generator().manual_seed(0)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            draws.put(float(torch.rand((), generator=self.generator)))
+            return super().training_step(batch, batch_idx)
+
+    estimator = Diff2(9, C, 0.5, split=2.0)
+    options = {**UNCHECKED, "trainer": {"max_steps": 2}, "batch_size": N}
+    fit(Own(), estimator=estimator, max_grad_norm=None, **options)
+    drawn = [draws.get() for _ in range(draws.qsize())]
+    assert drawn[N::2] == drawn[N + 1 :: 2] and len(set(drawn)) == 2 * N
+
+
+def test_what_a_record_draws_does_not_depend_on_the_others(released_sum):
+    class Draws(Base):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            torch.randn(int(x[0, 0].abs() * 100))  # so many numbers that depend on the record
+            if x[0, 0] > 100:
+                torch.manual_seed(0)
+            return F.cross_entropy(self.net(x + torch.randn_like(x)), y)
+
+    data = records()
+    other = TensorDataset(data.tensors[0].clone(), data.tensors[1])
+    other.tensors[0][2] = 200.0
+    sums = []
+    for each in (data, other):
+        model = Draws()
+        torch.manual_seed(5)
+        sums.append(released_sum(model, each))
+    assert float((sums[0] - sums[1]).norm()) <= 2 * C + 1e-5
+
+
+def test_both_points_of_a_difference_see_the_same_random_numbers(fit):
+    draws: SimpleQueue[float] = SimpleQueue()  # no snapshot holds what is in it
+
+    class Draws(Base):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            draws.put(float(torch.rand(())))
+            return super().training_step(batch, batch_idx)
+
+    estimator = Diff2(9, C, 0.5, split=2.0)
+    options = {**UNCHECKED, "trainer": {"max_steps": 2}, "batch_size": N}
+    fit(Draws(), estimator=estimator, max_grad_norm=None, **options)
+    drawn = [draws.get() for _ in range(draws.qsize())]
+    second = drawn[N:]
+    assert second[0::2] == second[1::2] and len(set(drawn)) == 2 * N
+
+
+def test_records_are_collated_alone(released_sum):
+    """Graphs in one long tensor: no row is a record, and each has the neighbours of its own only."""
+
+    def collate(graphs: list[Any]) -> dict[str, Any]:
+        sizes = torch.tensor([len(x) for x, _ in graphs])
+        return {
+            "nodes": torch.cat([x for x, _ in graphs]),
+            "graph": torch.repeat_interleave(torch.arange(len(graphs)), sizes),
+            "y": torch.stack([y for _, y in graphs]),
+        }
+
+    class Graphs(Base):
+        def build(self) -> None:
+            self.net = nn.Linear(6, 3)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            nodes = torch.tanh(self.net(batch["nodes"]))
+            pooled = nodes.new_zeros(len(batch["y"]), 3).index_add(0, batch["graph"], nodes)
+            return F.cross_entropy(pooled, batch["y"])
+
+    generator = torch.Generator().manual_seed(2)
+    data = [(torch.randn(2 + i % 3, 6, generator=generator), torch.tensor(i % 3)) for i in range(N)]
+    expected = clipped_by_a_loop(Graphs(), data, collate)
+    total = released_sum(Graphs(), data, collate=collate)
+    torch.testing.assert_close(total, expected, rtol=0, atol=1e-5)
+
+
+def test_a_collate_fn_that_empties_its_samples_may_run_twice(released_sum):
+    def collate(samples: list[dict[str, Any]]) -> Any:
+        return torch.stack([s.pop("x") for s in samples]), torch.stack(
+            [s.pop("y") for s in samples]
+        )
+
+    class Samples(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return N
+
+        def __getitem__(self, index: int) -> Any:
+            x, y = records()[index]
+            return {"x": x, "y": y}
+
+    expected = clipped_by_a_loop(Base(), records())
+    torch.testing.assert_close(
+        released_sum(Base(), Samples(), collate=collate), expected, rtol=0, atol=1e-5
+    )
+
+
+def test_a_record_without_a_loss_contributes_zero(released_sum):
+    class Skips(Base):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, _ = batch
+            return None if x[0, 0] > 0 else super().training_step(batch, batch_idx)
+
+    expected = clipped_by_a_loop(Skips(), records())
+    torch.testing.assert_close(released_sum(Skips()), expected, rtol=0, atol=1e-5)
+
+
+def test_a_module_that_never_gives_a_loss_ends_the_run(fit):
+    class Silent(Base):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            super().training_step(batch, batch_idx)
+
+    with pytest.raises(VoidedRunError, match="no gradient for any record of the first batch"):
+        fit(Silent())
+
+
+def test_a_record_that_is_not_finite_contributes_zero(released_sum):
+    data = records()
+    data.tensors[0][3] = float("nan")
+    expected = clipped_by_a_loop(Base(), data)
+    torch.testing.assert_close(released_sum(Base(), data), expected, rtol=0, atol=1e-5)
+
+
+def test_poisson_batches_with_empty_chunks(fit):
+    """Stand-in records run, and leave nothing."""
+    trainer, privacy = fit(
+        Base(),
+        sampling=Poisson(),
+        noise_multiplier=1.0,
+        batch_size=1,
+        trainer={"max_steps": 12, "accumulate_grad_batches": 2},
+    )
+    assert trainer.global_step == 12 and privacy.report().steps == 12
+
+
+def test_workers_hand_over_both_kinds_of_batches(fit, weights):
+    here, there = Base(), Base()
+    fit(here)
+    fit(there, workers=1)
+    assert torch.equal(weights(here), weights(there))
+
+
+def test_layers_in_eval_mode_train(released_sum):
+    model = Base()
+    model.net.eval()
+    expected = clipped_by_a_loop(Base(), records())
+    torch.testing.assert_close(released_sum(model), expected, rtol=0, atol=1e-5)
+
+
+# -- what is told of the records together: in logs, metrics, hooks and the report ----------------
+
+
+def test_what_is_logged_and_counted_is_that_of_the_batch(fit):
+    class Logs(Base):
+        def build(self) -> None:
+            super().build()
+            self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=3)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            output = self.net(x)
+            loss = F.cross_entropy(output, y)
+            self.accuracy(output, y)
+            self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+            self.log_dict({"loss": loss, "count": len(x)}, on_step=True, on_epoch=True)
+            self.log("total", float(len(x)), reduce_fx="sum", batch_size=len(x))
+            return {"loss": loss, "output": output.detach()}
+
+    seen = []
+    for engine in ("layers", "one_by_one"):
+        trainer, _ = fit(Logs(), engine=engine, sampling=FullBatch(), batch_size=N)
+        metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if "privacy" not in k}
+        seen.append({k: round(v, 5) for k, v in metrics.items() if "count" not in k})
+    assert seen[0] == seen[1]
+    assert {"accuracy_step", "accuracy_epoch", "loss_step", "total"} <= set(seen[0])
+
+
+def test_hooks_see_the_batch_and_one_output(fit):
+    seen: list[Any] = []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            seen.append((len(batch[0]), outputs))
+
+    class Outputs(Base):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return {"loss": loss, "size": len(batch[0])}
+
+    fit(Outputs(), batch_size=N, callbacks=[Watch()])
+    ((size, outputs),) = seen
+    assert size == N and outputs["size"] == [1] * N
+    assert outputs["loss"].shape == () and not outputs["loss"].requires_grad
+
+
+def test_the_report_says_that_records_run_alone(fit):
+    _, privacy = fit(Base(), isolation_probe=False)
+    report = privacy.report()
+    assert report.isolation.startswith("by construction: each record runs alone")
+    assert report.mechanism["gradient engine"] == "one_by_one"
+    assert "not checked" not in report.summary()
+
+
+# -- refused before anything is charged ----------------------------------------------------------
+
+
+def test_manual_optimization_is_refused_before_anything_is_charged(fit):
+    class Manual(Base):
+        def build(self) -> None:
+            super().build()
+            self.automatic_optimization = False
+
+    with pytest.raises(MisconfigurationException, match="Use automatic optimization"):
+        fit(Manual())
+
+
+def test_layers_that_keep_statistics_stay_refused(fit):
+    class Norm(Base):
+        def build(self) -> None:
+            self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    with pytest.raises(MisconfigurationException, match="BatchNorm"):
+        fit(Norm())
+
+
+def test_metrics_that_cannot_be_put_together_are_refused(fit):
+    class Pearson(Base):
+        def build(self) -> None:
+            super().build()
+            self.pearson = torchmetrics.PearsonCorrCoef()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.pearson.update(batch[0].flatten(), batch[0].flatten().square())
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(MisconfigurationException, match=r"PearsonCorrCoef.*on_train_batch_end"):
+        fit(Pearson())
+
+
+def test_no_second_derivative_is_refused_with_a_cure(fit):
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.square()
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return 2 * gradient * ctx.saved_tensors[0]
+
+    class NoSecond(Base):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            return F.cross_entropy(Once.apply(self.net(x)), y)
+
+    with pytest.raises(UnsupportedModelError, match="an estimator without Hessians"):
+        fit(NoSecond(), estimator=ESTIMATORS["cubic_newton"](), max_grad_norm=None)
+
+
+COUPLED = [Contrastive, Coupled]
+
+
+@pytest.mark.parametrize("kind", COUPLED)
+def test_refusals_of_other_engines_name_this_one(kind, fit):
+    """That it is a cure, another test shows."""
+    with pytest.raises(Exception, match=r"Or run each record alone with engine='one_by_one'"):
+        fit(kind(), engine="auto")

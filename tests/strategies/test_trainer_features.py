@@ -1,0 +1,553 @@
+"""What an ordinary Trainer and module have goes on working: optimizers, options, hooks, metrics."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_dp import FullBatch, PrivacyConfig
+from lightning_dp._warnings import PrivacyWarning
+from lightning_dp.callbacks import DifferentialPrivacy, PrivacyLogger
+from lightning_dp.run import PrivateRun
+from lightning_dp.strategies.hooks import PrivacyCallback
+from lightning_dp.strategies.strategy import install
+from tests.zoo import private
+
+# -- optimizers, schedulers, precision and limits ------------------------------------------------
+
+
+DELTA = 1e-5
+
+
+def test_fused_adamw(privacy, classifier, mlp, loader, fit, assert_trained):
+    model = classifier(mlp(), lambda params: torch.optim.AdamW(params, lr=0.02, fused=True))
+
+    trainer = fit(model, privacy, max_epochs=2)
+
+    assert_trained(trainer, model, privacy, loader, classifier(mlp()), steps=20)
+
+
+def test_parameter_groups_with_their_own_learning_rates(privacy, classifier, mlp, fit):
+    net = mlp()
+    model = classifier(
+        net,
+        lambda _: torch.optim.SGD(
+            [{"params": net[0].parameters(), "lr": 0.0}, {"params": net[2].parameters()}], lr=0.3
+        ),
+    )
+
+    fit(model, privacy, max_epochs=1)
+
+    assert net[0].weight.equal(mlp()[0].weight)
+    assert not net[2].weight.equal(mlp()[2].weight)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_one_cycle_schedule_over_the_estimated_steps(accumulate, privacy, classifier, mlp, fit):
+    class OneCycle(classifier):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            self.cycle = torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, max_lr=0.5, total_steps=self.trainer.estimated_stepping_batches
+            )
+            return [optimizer], [{"scheduler": self.cycle, "interval": "step"}]
+
+    model = OneCycle(mlp())
+
+    trainer = fit(model, privacy, max_epochs=2, accumulate_grad_batches=accumulate)
+
+    assert model.cycle.total_steps == trainer.global_step == privacy.steps == 20 // accumulate
+    assert model.cycle.last_epoch == model.cycle.total_steps
+
+
+def test_reduce_on_plateau(privacy, classifier, mlp, loader, fit):
+    class Plateau(classifier):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                optimizer, patience=0, threshold=1e9, threshold_mode="abs"
+            )
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"},
+            }
+
+    trainer = fit(Plateau(mlp()), privacy, validate=loader, max_epochs=3)
+
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.1**2)
+
+
+def test_bf16_mixed(privacy, classifier, mlp, loader, fit, assert_trained):
+    model = classifier(mlp(), lambda params: torch.optim.SGD(params, lr=0.5))
+
+    trainer = fit(model, privacy, max_epochs=2, precision="bf16-mixed")
+
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    assert_trained(trainer, model, privacy, loader, classifier(mlp()), steps=20)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_max_steps(accumulate, privacy, classifier, mlp, fit):
+    trainer = fit(classifier(mlp()), privacy, max_steps=7, accumulate_grad_batches=accumulate)
+
+    assert trainer.global_step == privacy.steps == 7
+
+
+@pytest.mark.parametrize(("interval", "at"), [(0.5, [5, 10, 15, 20]), (4, [4, 8, 14, 18])])
+def test_val_check_interval(interval, at, privacy, classifier, mlp, loader, make_trainer):
+    validated_at = []
+
+    class Watch(L.Callback):
+        def on_validation_end(self, trainer, pl_module):
+            validated_at.append(trainer.global_step)
+
+    trainer = make_trainer(
+        max_epochs=2,
+        val_check_interval=interval,
+        num_sanity_val_steps=0,
+        callbacks=[privacy, Watch()],
+    )
+
+    trainer.fit(classifier(mlp()), loader, loader)
+
+    assert validated_at == at
+    assert trainer.global_step == privacy.steps == 20
+
+
+def test_fast_dev_run(privacy, classifier, mlp, loader, fit):
+    trainer = fit(classifier(mlp()), privacy, validate=loader, fast_dev_run=2)
+
+    assert trainer.global_step == privacy.steps == 2
+
+
+def test_fast_dev_run_with_a_target(classifier, mlp, fit):
+    privacy = private(target_epsilon=1.0)
+
+    fit(classifier(mlp()), privacy, fast_dev_run=True)
+
+    assert privacy.steps == 1
+    assert 0.99 < privacy.epsilon <= 1.0
+
+
+def test_gradient_clip_val_warns_that_the_gradient_is_private_already(
+    privacy, classifier, mlp, fit, weights
+):
+    model = classifier(mlp(), lambda params: torch.optim.SGD(params, lr=1.0))
+
+    with pytest.warns(PrivacyWarning, match=r"gradient_clip_val=0.001.*already private"):
+        fit(model, privacy, max_steps=1, gradient_clip_val=1e-3)
+
+    assert float((weights(model) - weights(mlp())).norm()) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_moving_average_of_the_weights(privacy, classifier, mlp, loader, make_trainer, weights):
+    seen = []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            seen.append(weights(pl_module))
+
+    model = classifier(mlp())
+    average = EMAWeightAveraging(decay=0.8)
+    trainer = make_trainer(max_epochs=1, callbacks=[privacy, Watch(), average])
+
+    trainer.fit(model, loader)
+
+    assert trainer.global_step == privacy.steps == len(seen) == 10
+    expected = seen[0]
+    for later in seen[1:]:
+        expected = 0.8 * expected + 0.2 * later
+    torch.testing.assert_close(weights(model), expected)
+
+
+class _Listener(torch.optim.SGD):
+    """Keeps what its closure gives it, as one that sets its step size by the loss would use it."""
+
+    def step(self, closure=None):
+        self.heard = closure()
+        return super().step()
+
+
+def test_an_optimizer_is_not_told_the_loss(privacy, classifier, mlp, fit):
+    model = classifier(mlp(), lambda params: _Listener(params, lr=0.1))
+
+    trainer = fit(model, privacy, max_epochs=1)
+
+    assert trainer.optimizers[0].heard is None
+    assert privacy.steps == trainer.global_step
+
+
+# -- manual optimization: one backward pass and one step on each batch ---------------------------
+
+
+@pytest.fixture
+def manual(classifier):
+    class Manual(classifier):
+        steps = 1
+
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            for _ in range(self.steps):
+                optimizer.step()
+
+    return Manual
+
+
+def test_manual_optimization(privacy, manual, mlp, loader, fit, assert_trained):
+    model = manual(mlp(), lambda params: torch.optim.SGD(params, lr=0.5))
+
+    trainer = fit(model, privacy, max_epochs=2)
+
+    assert_trained(trainer, model, privacy, loader, manual(mlp()), steps=20)
+
+
+def test_manual_optimization_without_a_step_warns(privacy, manual, mlp, fit):
+    model = manual(mlp())
+    model.steps = 0
+
+    with pytest.warns(PrivacyWarning, match=r"charged and never released.*Call it once per batch"):
+        trainer = fit(model, privacy, max_epochs=1)
+
+    assert trainer.global_step == 0
+    assert privacy.steps == 10  # each batch was looked at
+
+
+# -- modules with metrics, unused, frozen or own parameters --------------------------------------
+
+
+DELTA = 1e-5
+
+
+def test_torchmetrics_in_the_module(privacy, classifier, mlp, fit):
+    class Metrics(classifier):
+        rows = 0
+
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.accuracy = torchmetrics.classification.MulticlassAccuracy(3)
+            self.seen = torchmetrics.SumMetric()
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            scores = self(x)
+            self.accuracy(scores, y)
+            self.seen(len(y))
+            self.rows += len(y)
+            self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+            self.log("seen", self.seen, on_step=False, on_epoch=True)
+            return nn.functional.cross_entropy(scores, y)
+
+    model = Metrics(mlp(), lambda params: torch.optim.SGD(params, lr=0.5))
+
+    trainer = fit(model, privacy, max_epochs=1)
+
+    assert float(trainer.callback_metrics["seen"]) == model.rows
+    assert 0.4 < float(trainer.callback_metrics["accuracy"]) <= 1
+
+
+def test_unused_parameters_get_noise_only(privacy, classifier, mlp, fit):
+    class Unused(classifier):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.never_called = nn.Linear(40, 40)
+
+    model = Unused(mlp(), lambda params: torch.optim.SGD(params, lr=1.0))
+    before = model.never_called.weight.detach().clone()
+
+    fit(model, privacy, max_steps=1)
+
+    moved = (model.never_called.weight - before).detach()
+    assert float(moved.std()) == pytest.approx(0.5 * 1.0 / 24, rel=0.15)
+
+
+def test_frozen_layers_do_not_move_and_take_no_part_of_the_norm(
+    classifier, mlp, loader, fit, weights
+):
+    silent = private(noise_multiplier=0.0, max_grad_norm=1e-3, sampling=FullBatch())
+    net = mlp()
+    net[0].requires_grad_(False)
+    model = classifier(net, lambda params: torch.optim.SGD(params, lr=1.0))
+
+    fit(model, silent, DataLoader(loader.dataset, batch_size=240), max_steps=1)
+
+    assert weights(net[0]).equal(weights(mlp()[0]))
+    # Every record is clipped; were frozen gradients in the norm, the rest would be shorter.
+    x, y = loader.dataset.tensors
+    head, total = mlp(), 0.0
+    for i in range(240):
+        loss = nn.functional.cross_entropy(head(x[i : i + 1]), y[i : i + 1])
+        gradient = torch.cat(
+            [g.flatten() for g in torch.autograd.grad(loss, list(head[2].parameters()))]
+        )
+        total = total + gradient * min(1.0, 1e-3 / float(gradient.norm()))
+    torch.testing.assert_close(
+        weights(mlp()[2]) - weights(net[2]), total / 240, rtol=1e-3, atol=1e-8
+    )
+
+
+class Direct(L.LightningModule):
+    """Parameters directly on the LightningModule."""
+
+    def __init__(self, through_self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(3, 6) * 0.1)
+        self.bias = nn.Parameter(torch.zeros(3))
+        self.through_self = through_self
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        scores = self(x) if self.through_self else self.forward(x)
+        return nn.functional.cross_entropy(scores, y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def test_parts_in_eval_mode_are_trained_as_they_are(classifier, loader, fit):
+    net = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5), nn.Linear(4, 3))
+    net[:2].eval()
+    x, y = loader.dataset.tensors
+    mean = torch.zeros(sum(param.numel() for param in net.parameters()))
+    for i in range(len(x)):
+        loss = nn.functional.cross_entropy(net(x[i : i + 1]), y[i : i + 1])
+        row = torch.cat([p.flatten() for p in torch.autograd.grad(loss, [*net.parameters()])])
+        mean += row * (0.1 / row.norm()).clamp(max=1) / len(x)
+    expected = nn.utils.parameters_to_vector(net.parameters()).detach() - mean
+    silent = DifferentialPrivacy(
+        noise_multiplier=0.0, max_grad_norm=0.1, target_delta=DELTA, sampling=FullBatch()
+    )
+
+    model = classifier(net, lambda params: torch.optim.SGD(params, lr=1.0))
+    fit(model, silent, DataLoader(loader.dataset, batch_size=240), max_steps=1)
+
+    torch.testing.assert_close(
+        nn.utils.parameters_to_vector(net.parameters()).detach(), expected, rtol=0, atol=1e-5
+    )
+    assert [part.training for part in net] == [False, False, True]
+
+
+@pytest.mark.parametrize("through_self", [True, False])
+def test_parameters_on_the_module_itself_are_trained(
+    through_self, privacy, loader, fit, assert_trained
+):
+    model = Direct(through_self)
+
+    trainer = fit(model, privacy, max_epochs=2)
+
+    assert_trained(trainer, model, privacy, loader, Direct(through_self), steps=20)
+
+
+# -- what training_step may do and return, and what hooks around it see --------------------------
+
+
+def test_a_forward_pass_before_training_does_not_matter(privacy, classifier, mlp, fit):
+    class Draws(classifier):
+        def on_train_start(self):
+            self(torch.zeros(2, 6))  # as logger.experiment.add_graph does
+
+    trainer = fit(Draws(mlp()), privacy, max_epochs=1)
+
+    assert trainer.global_step == privacy.steps == 10
+
+
+@pytest.mark.parametrize("engine", ["auto", "records"])
+def test_a_forward_pass_beside_the_loss_is_no_part_of_it(
+    engine, classifier, mlp, loader, make_trainer
+):
+    class Twice(classifier):
+        def training_step(self, batch, batch_idx):
+            self(torch.ones_like(batch[0]))
+            return super().training_step(batch, batch_idx)
+
+    def fit(kind):
+        privacy = private(noise_multiplier=0.0, seed=1, engine=engine)
+        model = kind(mlp())
+        make_trainer(max_steps=3, callbacks=[privacy]).fit(model, loader)
+        return nn.utils.parameters_to_vector(model.parameters())
+
+    assert torch.equal(fit(Twice), fit(classifier))
+
+
+def test_a_loss_kept_for_the_next_batch_is_refused(privacy, classifier, mlp, fit):
+    class Keeps(classifier):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if batch_idx == 0:
+                self.kept = loss
+                return loss
+            return loss + self.kept
+
+    with pytest.raises((RuntimeError, IndexError, TypeError, ValueError)):
+        fit(Keeps(mlp()), privacy, max_epochs=1)
+
+    assert privacy.steps == 2
+
+
+def test_training_step_may_return_a_dictionary(
+    privacy, classifier, mlp, loader, fit, assert_trained
+):
+    ends = []
+
+    class Dictionary(classifier):
+        def training_step(self, batch, batch_idx):
+            return {"loss": super().training_step(batch, batch_idx), "rows": len(batch[0])}
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            ends.append(outputs["rows"] == len(batch[0]))
+
+    model = Dictionary(mlp(), lambda params: torch.optim.SGD(params, lr=0.5))
+
+    trainer = fit(model, privacy, max_epochs=2)
+
+    assert ends == [True] * 20
+    assert_trained(trainer, model, privacy, loader, classifier(mlp()), steps=20)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_user_hooks_see_private_gradients_or_none(
+    accumulate, classifier, mlp, loader, make_trainer
+):
+    after_backward, before_step = [], []
+
+    class Looks(L.Callback):
+        def on_after_backward(self, trainer, pl_module):
+            after_backward.extend(param.grad for param in pl_module.parameters())
+
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            before_step.append(torch.cat([p.grad.flatten() for p in pl_module.parameters()]))
+
+    class LooksToo(classifier):
+        def on_after_backward(self):
+            after_backward.extend(param.grad for param in self.parameters())
+
+        def on_before_optimizer_step(self, optimizer):
+            before_step.append(torch.cat([p.grad.flatten() for p in self.parameters()]))
+
+    noisy = private(noise_multiplier=1e6)
+    model = LooksToo(mlp(), lambda params: torch.optim.SGD(params, lr=0.0))
+    trainer = make_trainer(
+        max_epochs=1, accumulate_grad_batches=accumulate, callbacks=[Looks(), noisy]
+    )
+
+    trainer.fit(model, loader)
+
+    assert len(after_backward) == 2 * 4 * 10
+    assert all(grad is None for grad in after_backward)
+    assert len(before_step) == 2 * 10 // accumulate
+    std = 1e6 / (24 * accumulate)
+    assert float(torch.cat(before_step).std()) == pytest.approx(std, rel=0.25)
+
+
+# -- callbacks hear of the privacy of a fit where Lightning has no hook --------------------------
+
+
+class Hears(PrivacyCallback):
+    """Writes down which hook was called after how many charged steps."""
+
+    def __init__(self):
+        self.heard = []
+
+    def on_privacy_start(self, trainer, run, folder):
+        self.heard.append(("start", run.steps, folder.name))
+
+    def on_privacy_replan(self, trainer, run):
+        self.heard.append(("replan", run.steps))
+
+    def on_privacy_step(self, trainer, run):
+        self.heard.append(("step", run.steps))
+
+    def on_privacy_save(self, run, content):
+        self.heard.append(("save", content.steps))
+
+    def on_privacy_end(self, trainer, run):
+        self.heard.append(("end", run.steps))
+
+    def on_privacy_teardown(self, trainer, run):
+        self.heard.append(("teardown", run.steps))
+
+
+class Installs(L.Callback):
+    """Makes a Trainer private, and hands callbacks to the strategy."""
+
+    def __init__(self, *given):
+        self.given = given
+        config = PrivacyConfig(noise_multiplier=1.0, target_delta=1e-5, isolation_probe=False)
+        self.run = PrivateRun(config)
+
+    def setup(self, trainer, pl_module, stage):
+        install(trainer, self.run, *self.given)
+
+
+def test_hooks_are_called_in_the_order_of_a_fit(privacy, classifier, mlp, loader, make_trainer):
+    hears = Hears()
+    trainer = make_trainer(max_steps=2, callbacks=[hears, privacy])
+
+    trainer.fit(classifier(mlp()), loader)
+    trainer.save_checkpoint(trainer.default_root_dir + "/after.ckpt")
+
+    assert hears.heard == [
+        ("start", 0, "privacy"),
+        ("step", 1),
+        ("step", 2),
+        ("end", 2),
+        ("teardown", 2),
+        ("save", 2),
+    ]
+
+
+def test_a_fit_that_fails_is_torn_down_and_has_no_end(
+    privacy, classifier, mlp, loader, make_trainer
+):
+    class Fails(L.Callback):
+        def on_train_batch_end(self, *_):
+            raise KeyError("mine")
+
+    hears = Hears()
+    trainer = make_trainer(max_steps=2, callbacks=[hears, privacy, Fails()])
+
+    with pytest.raises(KeyError, match="mine"):
+        trainer.fit(classifier(mlp()), loader)
+
+    assert [each[0] for each in hears.heard] == ["start", "step", "teardown"]
+
+
+def test_the_trainers_own_callback_takes_the_place_of_one_of_its_kind(
+    classifier, mlp, loader, make_trainer
+):
+    class Mine(PrivacyLogger):
+        """Has another look at the progress bar."""
+
+        def on_privacy_step(self, trainer, run):
+            trainer.progress_bar_metrics["privacy/epsilon"] = "mine"
+
+    given, other, mine = PrivacyLogger(), Hears(), Mine()
+    trainer = make_trainer(max_steps=2, callbacks=[Installs(given, other), mine])
+
+    trainer.fit(classifier(mlp()), loader)
+
+    assert trainer.strategy._callbacks == (mine, other)
+    assert ("step", 2) in other.heard
+
+
+def test_a_private_strategy_takes_no_step_outside_a_fit(privacy, classifier, mlp, make_trainer):
+    trainer = make_trainer(max_steps=1, callbacks=[privacy])
+    strategy = install(trainer, privacy._run)
+    strategy.connect(classifier(mlp()))
+
+    with pytest.raises(RuntimeError, match="trains only while its Trainer fits a model"):
+        strategy.backward(torch.zeros(()), None)
