@@ -6,7 +6,7 @@
 # first line to the last. Half a minute on two cores, no download.
 #
 # We search on scikit-learn's digits and act as if they were public: a *rehearsal*. On private
-# records every trial costs ([how much](../searching.md)).
+# records every trial costs ([how much](../planning.md#searching-for-hyper-parameters)).
 
 # %%
 import logging

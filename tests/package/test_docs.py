@@ -26,7 +26,7 @@ def comparable(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+\.\d+", text)]
 
 
-FIRST = ("README.md",)
+FIRST = ("README.md", "docs/quickstart.md")
 
 
 def marks(page: str) -> list[pytest.MarkDecorator]:
