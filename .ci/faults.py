@@ -91,7 +91,7 @@ FAULTS = (
         "or True",
     ),
     Fault("settled_from_another_state", "self._begin.restore()", "if 0 else None"),
-    Fault("own_generators_not_seen", 'has_drawn |= any(each.kind == "random"', "and False"),
+    Fault("own_generators_not_seen", 'return any(each.kind == "random"', "and False"),
     Fault("versions_not_read", "-1 if tensor.is_inference() else tensor._version", "* 0"),
     Fault("frozen_weights_not_restored", "() if parameters else _frozen(module)", "[:0]"),
     Fault(

@@ -15,11 +15,13 @@ from lightning_dp._lazy import names_from
 __version__ = "0.2.0"
 
 __all__ = [
+    "ZCDP",
     "About",
     "AbstractEstimator",
     "AbstractPostProcessor",
     "AbstractSampling",
     "AbstractSchedule",
+    "ApproximateDP",
     "BatchPlan",
     "Constant",
     "Cosine",
@@ -34,6 +36,7 @@ __all__ = [
     "LaplacianSmoothing",
     "MeanGradient",
     "Momentum",
+    "PLDAccountant",
     "Poisson",
     "Polynomial",
     "PrivacyConfig",
@@ -41,6 +44,7 @@ __all__ = [
     "Query",
     "StepDecay",
     "Storm",
+    "StreamingRDPAccountant",
     "Term",
     "fix",
     "losses_of_records",
@@ -56,11 +60,12 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from lightning_dp._fix import fix
     from lightning_dp._warnings import PrivacyWarning
     from lightning_dp.about import About
+    from lightning_dp.accounting import ZCDP, ApproximateDP, PLDAccountant, StreamingRDPAccountant
     from lightning_dp.boundary import Query, Term
     from lightning_dp.callbacks import DifferentialPrivacy
     from lightning_dp.config import PrivacyConfig
     from lightning_dp.estimators import AbstractEstimator, CubicNewton, Diff2, MeanGradient, Storm
-    from lightning_dp.gradients.row_owners import rows_of_records
+    from lightning_dp.gradients.batches import rows_of_records
     from lightning_dp.losses import losses_of_records
     from lightning_dp.postprocessing import AbstractPostProcessor, LaplacianSmoothing, Momentum
     from lightning_dp.sampling import AbstractSampling, BatchPlan, FullBatch, Poisson
@@ -80,6 +85,7 @@ else:
         __name__,
         "_warnings",
         "about",
+        "accounting",
         "boundary",
         "sampling",
         "estimators",
@@ -87,7 +93,7 @@ else:
         "postprocessing",
         "config",
         "callbacks",
-        "gradients.row_owners",
+        "gradients.batches",
         "_fix",
         "losses",
         modules=_MODULES,

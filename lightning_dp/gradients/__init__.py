@@ -12,7 +12,7 @@ from lightning_dp.gradients.base import (
 from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.gradients.graph import CoupledLossError
 from lightning_dp.gradients.passes import RecordPasses, Replay
-from lightning_dp.gradients.raw import RawGradientGuard, RawGradientHookError
+from lightning_dp.gradients.watched_model import RawGradientGuard, RawGradientHookError
 
 __all__ = [
     "ALONE",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import is_lazy
 
-from lightning_dp._refusals import UnsupportedModelError
+from lightning_dp._refusals import RefusedRun, UnsupportedModelError
 from lightning_dp._shards import is_sharded
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.gradients.batches import SampleBatch
@@ -134,7 +134,8 @@ class AbstractGradientEngine(ABC):
         """
         return ()
 
-    @abstractmethod
+    _found: Callable[[float], AbstractPerSampleGradients] | None = None  # of a backward pass
+
     def take(self, scale: float) -> AbstractPerSampleGradients:
         """Hand over, once, the per-sample gradients of the last backward pass.
 
@@ -146,6 +147,12 @@ class AbstractGradientEngine(ABC):
         Raises:
             UnsupportedModelError: if a parameter that was used has no gradient per record.
         """
+        found, self._found = self._found, None
+        if found is None:
+            raise RefusedRun(
+                f"{type(self).__name__}.backward() must come before take().", topic="out-of-order"
+            )
+        return found(scale)
 
     def along(
         self,
@@ -167,9 +174,9 @@ class AbstractGradientEngine(ABC):
             f"The engine {self.name!r} has no Hessian-vector products.", topic="hessian-products"
         )
 
-    @abstractmethod
     def drop(self) -> None:
         """Forget forward passes without a backward one (``training_step`` returned None)."""
+        self._found = None
 
     def rest(self) -> None:  # noqa: B027 (an engine without hooks has none to take off)
         """Take all hooks off the model until :meth:`wake`; what was seen is kept."""

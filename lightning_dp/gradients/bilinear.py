@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_dp._precision import has_float64, in_float64
 from lightning_dp.functional import (
@@ -22,9 +23,8 @@ from lightning_dp.functional import (
 )
 
 __all__ = [
-    "PRODUCTS",
-    "SLICE_BYTES",
     "AbstractForm",
+    "Convolution",
     "Folding",
     "Lookup",
     "OuterProduct",
@@ -33,16 +33,38 @@ __all__ = [
     "Use",
     "Uses",
     "above_rounding",
+    "in_slices",
     "uses_of_records",
 ]
 
-# Gradients that are not kept for all records from the norms to the sum are made slice by slice.
-SLICE_BYTES = 4 << 20
-PRODUCTS = 1 << 22  # inner products between positions that are in memory at once
+# What is made of records for a moment only is made slice by slice: so it stays in the caches of a CPU.
+_SLICE_BYTES = 4 << 20
+_PRODUCT_BYTES = 16 << 20  # of inner products between positions
+_DEVICE_BYTES = 64 << 20  # elsewhere a call costs more than its work
 
 # Brings the rows of each record together: shape (N, ...) -> (n, f, ...), f the most rows that a record
 # has; where one has fewer, zeros follow.
 Folding: TypeAlias = Callable[[Tensor], Tensor]
+
+
+def in_slices(
+    function: Callable[..., Tensor], each: int, *tensors: Tensor, most: int | None = None
+) -> Tensor:
+    """Return the rows that a function gives for tensors with records first, of some records at a time.
+
+    Args:
+        function: of tensors like these.
+        each: bytes that it takes for one record meanwhile.
+        tensors: what it is called with.
+        most: bytes that it may take on a CPU.
+    """
+    on_cpu = _SLICE_BYTES if most is None else most
+    allowed = on_cpu if tensors[0].device.type == "cpu" else _DEVICE_BYTES
+    size = max(1, allowed // (each or 1))
+    if len(tensors[0]) <= size:
+        return function(*tensors)
+    parts = zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
+    return torch.cat([function(*part) for part in parts])
 
 
 # -- forms ----------------------------------------------------------------------------------------
@@ -136,9 +158,7 @@ class AbstractForm(ABC):
             shape: of the parameter.
             places: k of them.
         """
-        size = max(1, SLICE_BYTES // (4 * shape.numel()))
-        parts = zip(torch.split(v, size), torch.split(u, size), strict=True)
-        return torch.cat([_at(self.rows(*part), places) for part in parts])
+        return in_slices(lambda *vu: _at(self.rows(*vu), places), 4 * shape.numel(), v, u)
 
     def lengths(self, v: Tensor, u: Tensor) -> Tensor:
         """Return a bound on Σ_s ‖a_s‖ where f(v_i, u_i) = Σ_s a_s is computed, float64, shape (n,)."""
@@ -292,17 +312,11 @@ def above_rounding(squares: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tens
 
 @dataclass(frozen=True)
 class _Scaled:
-    """A factor of inner products, with each record's part over a unit so that they stay in range.
+    """A factor of inner products, with each record's part over a unit so that they stay in range."""
 
-    Args:
-        tensor: records first, over the units.
-        units: float64, shape (n,); on the host if the device has no float64.
-        norms: of the records' parts as they were, as the units.
-    """
-
-    tensor: Tensor
-    units: Tensor
-    norms: Tensor
+    tensor: Tensor  # records first, over the units
+    units: Tensor  # float64, shape (n,); on the host if the device has no float64
+    norms: Tensor  # of the records' parts as they were, as the units
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Scaled:
@@ -354,7 +368,7 @@ def _squares_of(products: Tensor, *factors: _Scaled) -> Tensor:
 
 _CACHED_BYTES = 1 << 20
 _LONG = 32  # positions from which on matrix products, not memory, are what rows cost
-_SLICE_ENTRIES = 1 << 17
+_SCALED_BYTES = 1 << 19
 
 
 class _OfPositions(AbstractForm):
@@ -378,9 +392,7 @@ class _OfPositions(AbstractForm):
         times = use.u.shape[1]
         if times == 0:
             return use.u.new_zeros(len(use.u), dtype=torch.float64)
-        size = max(1, PRODUCTS // times**2)
-        parts = zip(torch.split(use.v, size), torch.split(use.u, size), strict=True)
-        return torch.cat([self.squares(*part) for part in parts])
+        return in_slices(self.squares, 4 * times**2, use.v, use.u, most=_PRODUCT_BYTES)
 
     @abstractmethod
     def squares(self, v: Tensor, u: Tensor) -> Tensor:
@@ -518,11 +530,8 @@ class Scale(AbstractForm):
             return v * u
         if v.device.type == "cpu" and self.sum_over == tuple(range(2, v.dim())) and v.numel():
             return _sums_of_products(v, u)
-        if v.device.type != "cpu":  # there is no cache to fit
-            return (v * u).sum(self.sum_over)
-        size = max(1, _SLICE_ENTRIES // (u[:1].numel() or 1))  # products that stay in the cache
-        parts = zip(torch.split(v, size), torch.split(u, size), strict=True)
-        return torch.cat([(a * b).sum(self.sum_over) for a, b in parts])
+        each = 4 * u[:1].numel()
+        return in_slices(lambda a, b: (a * b).sum(self.sum_over), each, v, u, most=_SCALED_BYTES)
 
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
         total: Tensor = torch.tensordot(weights, self.rows(v, u), dims=1)
@@ -546,3 +555,142 @@ def _sums_of_products(v: Tensor, u: Tensor) -> Tensor:
         u, v, torch.zeros_like(one), one, one, 1, channels, size, channels, [False, True, False]
     )[1]
     return sums.view(shape)
+
+
+# -- convolutions ---------------------------------------------------------------------------------
+
+_TOGETHER = 32  # records in one convolution: batches of every size stay fast
+
+# Writing down what the kernel sees pays if each of its entries is used for enough output channels. The
+# bound was fitted to timings of many shapes on one core; it decides about time alone.
+_PATCHES_PER_CHANNEL = 640
+_ENTRIES = 1 << 18  # of patches that are written down at once: they stay in the cache
+
+
+@dataclass(frozen=True)
+class Convolution(AbstractForm):
+    """The weight gradient of a convolution of (n, in, *size) with output gradient (n, out, *size).
+
+    Where a record has f rows, both have a second dimension for them: (n, f, in, *size).
+
+    The records' gradients are those of one convolution with n times as many groups, one record
+    after the other in the channels, or products with what the kernel sees: which of the two is decided
+    by the shapes, so that all processes do the same. Norms of wide layers on small maps come
+    from inner products.
+    """
+
+    weight_shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def rows(self, v: Tensor, u: Tensor) -> Tensor:
+        v, u = self._of_rows(v), self._of_rows(u)
+        rows = u.new_empty(len(u), *self.weight_shape)
+        (self._products if self._prefers_products(v, u) else self._convolutions)(v, u, rows)
+        return rows
+
+    def _prefers_products(self, v: Tensor, u: Tensor) -> bool:
+        """Return whether matrix products are likely to be faster than convolutions, by shapes alone."""
+        if v.device.type != "cpu" or not self._has_patches:
+            return False
+        patches = math.prod(self.weight_shape[1:]) * u.shape[3:].numel()
+        return patches <= _PATCHES_PER_CHANNEL * self.weight_shape[0]
+
+    def _products(self, v: Tensor, u: Tensor, out: Tensor) -> None:
+        """Write down what the kernel sees at each position, of some records at a time."""
+        size = max(1, _ENTRIES // (math.prod(self.weight_shape[1:]) * u[:1, :, 0].numel() or 1))
+        for x, y, rows in zip(*(torch.split(each, size) for each in (v, u, out)), strict=True):
+            x, y = self._as_outer_product(x, y)
+            torch.bmm(y.transpose(1, 2), x, out=rows.flatten(2))
+
+    @property
+    def _has_patches(self) -> bool:
+        return len(self.stride) == 2 and self.groups == 1
+
+    def _positions(self, u: Tensor) -> int:
+        """Return how many output positions a record has, in all its rows."""
+        return u.shape[1:].numel() // self.weight_shape[0]
+
+    def _as_outer_product(self, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the kernel sees at each position, and what came back: those of a linear layer.
+
+        Shapes (n, f · positions, in · kernel) and (n, f · positions, out).
+        """
+        v, u = self._of_rows(v), self._of_rows(u).flatten(3)
+        seen = F.unfold(
+            v.flatten(0, 1), self.weight_shape[2:], self.dilation, self.padding, self.stride
+        )
+        seen = seen.view(*v.shape[:2], *seen.shape[1:])
+        x, y = (each.transpose(1, 2).flatten(2).transpose(1, 2) for each in (seen, u))
+        return x, y
+
+    def _convolutions(self, v: Tensor, u: Tensor, out: Tensor) -> None:
+        """Run the records as groups of a convolution, some of them at a time."""
+        # (n, f, in, ...) as (f, n·in, ...): with n times as many groups no channel of one record
+        # meets one of another, so the weight gradient has a block for each record.
+        size = _TOGETHER if v.device.type == "cpu" else len(v) or 1  # a call costs a device more
+        parts = zip(*(torch.split(each, size) for each in (v, u, out)), strict=True)
+        for x, y, rows in parts:
+            n = len(x)
+            x, y = (part.transpose(0, 1).flatten(1, 2) for part in (x, y))
+            shape = (n * self.weight_shape[0], *self.weight_shape[1:])
+            rows.copy_(self._backward(x, y, shape, n * self.groups).view_as(rows))
+
+    def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
+        scaled = u * weights.view(-1, *[1] * (u.dim() - 1))
+        v, scaled = (self._of_rows(each).flatten(0, 1) for each in (v, scaled))
+        return self._backward(v, scaled, self.weight_shape, self.groups)
+
+    def of_records(self, use: Use, folding: Folding) -> Use:
+        return Use(self, folding(use.v), folding(use.u))
+
+    def _of_rows(self, tensor: Tensor) -> Tensor:
+        """Return shape (n, f, channels, *size), f = 1 where a record has one row."""
+        has_rows = tensor.dim() == 3 + len(self.stride)
+        return tensor if has_rows else tensor.unsqueeze(1)
+
+    def _backward(self, v: Tensor, u: Tensor, shape: tuple[int, ...], groups: int) -> Tensor:
+        weight = v.new_empty(1).expand(shape)  # only its shape is looked at
+        gradient: Tensor = torch.ops.aten.convolution_backward(
+            u, v, weight, None, self.stride, self.padding, self.dilation,
+            False, [0] * len(self.stride), groups, [False, True, False],
+        )[1]  # fmt: skip
+        return gradient
+
+    def entries(self, v: Tensor, u: Tensor, shape: torch.Size, places: Tensor) -> Tensor:
+        positions, patch = self._positions(u), shape[1:].numel()
+        if not self._has_patches or not 0 < positions * len(places) <= shape.numel():
+            return super().entries(v, u, shape, places)  # all of them are no more work
+
+        def chosen(v: Tensor, u: Tensor) -> Tensor:
+            x, y = self._as_outer_product(v, u)
+            products = y.index_select(2, places // patch) * x.index_select(2, places % patch)
+            return products.sum(1)
+
+        return in_slices(chosen, 4 * positions * max(patch, len(places)), v, u)
+
+    def lengths(self, v: Tensor, u: Tensor) -> Tensor:
+        overlaps = math.prod(self.weight_shape[2:])  # patches that have a position
+        return super().lengths(v, u) * math.sqrt(overlaps)
+
+    def squared_norms(self, uses: Sequence[Use], *, may_keep: bool) -> Tensor | None:
+        """Return squared norms from inner products of patches and of output gradients, if these are few.
+
+        They are those of a linear layer whose inputs are the patches, which are written down for some
+        records at a time.
+        """
+        outputs, patch = self.weight_shape[0], math.prod(self.weight_shape[1:])
+        positions = sum(self._positions(use.u) for use in uses)
+        is_few = 0 < 2 * positions * (patch + outputs) <= outputs * patch
+        if not (self._has_patches and is_few):
+            return None
+
+        def squares(*tensors: Tensor) -> Tensor:
+            factors = map(self._as_outer_product, tensors[::2], tensors[1::2])
+            v, u = (torch.cat(each, 1) for each in zip(*factors, strict=True))
+            return OuterProduct().squares(v, u)
+
+        tensors = [each for use in uses for each in (use.v, use.u)]
+        return in_slices(squares, 4 * positions * max(patch, positions // 4), *tensors)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -17,9 +18,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_dp.gradients.record_calls import CallRecorder
+from lightning_dp.gradients.record_calls import CallRecorder, is_sample, outside, rows
 from lightning_dp.gradients.rules import FunctionLayer, linear
-from lightning_dp.gradients.vmap import is_sample, outside, rows
 
 __all__ = ["COMPOSITES"]
 
@@ -74,107 +74,33 @@ def _attention(
     return recorder.sample(out)
 
 
-def _multi_head_attention(
-    recorder: CallRecorder,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Tensor | None,
-    in_proj_bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    training: bool = True,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Tensor | None = None,
-    k_proj_weight: Tensor | None = None,
-    v_proj_weight: Tensor | None = None,
-    static_k: Tensor | None = None,
-    static_v: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> Any:
-    """Return what ``F.multi_head_attention_forward`` does, from linear layers and products.
+def _in_projections(
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Return what torch does, for self-attention without its copy."""
+    if q is k and k is v:
+        return F.linear(q, w, b).chunk(3, -1)
+    found: tuple[Tensor, ...] = vars(F)["_in_projection_packed"](q, k, v, w, b)
+    return found
 
-    query (L, b, E) and key, value (S, b, E), or without b.
-    """
-    if static_k is not None or static_v is not None:
-        return NotImplemented
+
+# The code of torch, which calls linear layers and fused attention, without the first look of whether
+# somebody sees its calls: it would hand itself over again.
+_torch_multi_head_attention = FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {
+        **vars(F),
+        "has_torch_function": lambda _: False,
+        "_in_projection_packed": _in_projections,
+    },
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
+
+
+def _multi_head_attention(recorder: CallRecorder, *args: Any, **kwargs: Any) -> Any:
+    """Call ``F.multi_head_attention_forward`` so that the recorder sees what it is made of."""
     with recorder:
-        has_batch = query.dim() == 3
-        if not has_batch:
-            query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        length, b, width = query.shape
-        if use_separate_proj_weight:
-            weights = [q_proj_weight, k_proj_weight, v_proj_weight]
-        else:
-            assert in_proj_weight is not None
-            weights = list(in_proj_weight.chunk(3))
-        biases = [None] * 3 if in_proj_bias is None else list(in_proj_bias.chunk(3))
-        if not use_separate_proj_weight and query is key and key is value:
-            assert in_proj_weight is not None
-            q, k, v = F.linear(query, in_proj_weight, in_proj_bias).chunk(3, dim=-1)
-        else:
-            q, k, v = (
-                F.linear(x, w, bias)  # type: ignore[arg-type]
-                for x, w, bias in zip((query, key, value), weights, biases, strict=True)
-            )
-        if bias_k is not None and bias_v is not None:
-            k = torch.cat([k, bias_k.expand(1, b, -1)])
-            v = torch.cat([v, bias_v.expand(1, b, -1)])
-            attn_mask, key_padding_mask = _wider(attn_mask, 1), _wider(key_padding_mask, 1)
-        q, k, v = (x.reshape(x.shape[0], b, num_heads, -1).permute(1, 2, 0, 3) for x in (q, k, v))
-        if add_zero_attn:
-            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-            attn_mask, key_padding_mask = _wider(attn_mask, 1), _wider(key_padding_mask, 1)
-        mask = _added(attn_mask, q)
-        if mask is not None and mask.dim() == 3:
-            mask = mask.view(b, num_heads, *mask.shape[1:])
-        if key_padding_mask is not None:
-            hidden = _added(key_padding_mask, q)
-            assert hidden is not None
-            hidden = hidden.view(b, 1, 1, -1)
-            mask = hidden if mask is None else mask + hidden
-        p = dropout_p if training else 0.0
-        if not need_weights:
-            if mask is not None and mask.dim() == 4:
-                mask = mask.expand(b, num_heads, length, k.shape[2])
-            out = F.scaled_dot_product_attention(q, k, v, mask, p)
-            shares = None
-        else:
-            scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
-            shares = (scores if mask is None else scores + mask).softmax(-1)
-            shares = F.dropout(shares, p) if p else shares
-            out = shares @ v
-        out = out.permute(2, 0, 1, 3).reshape(length, b, width)
-        out = F.linear(out, out_proj_weight, out_proj_bias)
-        if shares is not None and average_attn_weights:
-            shares = shares.mean(1)
-        if not has_batch:
-            out = out.squeeze(1)
-            shares = None if shares is None else shares.squeeze(0)
-    return out, shares
-
-
-def _wider(mask: Tensor | None, by: int) -> Tensor | None:
-    return None if mask is None else F.pad(mask, (0, by))
-
-
-def _added(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """Return a mask as what is added to scores: where it is True, nothing is looked at."""
-    if mask is None or mask.is_floating_point():
-        return mask
-    none = torch.zeros((), dtype=like.dtype, device=like.device)
-    return torch.where(mask, none - torch.inf, none)
+        return _torch_multi_head_attention(*args, **kwargs)
 
 
 def _negative_log(
@@ -217,6 +143,41 @@ def _negative_log(
         return recorder.sample(total / counts)
 
 
+def _embedding_bag(
+    recorder: CallRecorder,
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    """Add up the rows of bags of one length, input (b, L), or of one bag, as a lookup and a sum."""
+    is_changed = max_norm is not None or scale_grad_by_freq or sparse or mode == "max"
+    has_one = input.dim() == 1 and offsets is not None and offsets.shape == (1,)
+    if is_changed or include_last_offset or not (has_one or (input.dim() == 2 and offsets is None)):
+        return NotImplemented
+    with recorder:
+        if has_one:
+            input, shares = input.unsqueeze(0), per_sample_weights
+            per_sample_weights = None if shares is None else shares.unsqueeze(0)
+        found, count = F.embedding(input, weight), None
+        if padding_idx is not None:
+            is_padding = input == padding_idx % len(weight)
+            found = found.masked_fill(is_padding.unsqueeze(2), 0.0)
+            count = (~is_padding).sum(1, keepdim=True).clamp(min=1)
+        if per_sample_weights is not None:
+            found = found * per_sample_weights.unsqueeze(2)
+        if mode == "sum":
+            return found.sum(1)
+        return found.mean(1) if count is None else found.sum(1) / count
+
+
 # -- recurrent layers ------------------------------------------------------------------------------
 
 # The hidden state, shape (B, width), and that of the cell in an LSTM.
@@ -246,26 +207,33 @@ def _rnn_relu(x: Tensor, h: Tensor, state: State) -> State:
     return ((x + h).relu(),)
 
 
+def _cell(
+    step: Step,
+    recorder: CallRecorder,
+    x: Tensor,
+    state: Any,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Any:
+    """Call one step, x (b, features), of a model that has the loop over time itself."""
+    before = tuple(state) if isinstance(state, list | tuple) else (state,)
+    with recorder:
+        after = step(F.linear(x, w_ih, b_ih), F.linear(before[0], w_hh, b_hh), before)
+    return after if len(after) > 1 else after[0]
+
+
 @dataclass(frozen=True)
 class _Layer:
-    """One direction of one layer.
-
-    Args:
-        recorder: of its calls.
-        step: of its kind.
-        inputs: what the inputs of all steps are multiplied with.
-        hidden: the same for hidden states.
-        projection: the same for what an LSTM gives out; None without.
-        values: weights and biases of the three, cut off from their graphs.
-        reverse: True if it runs from the last step to the first.
-    """
+    """One direction of one recurrent layer."""
 
     recorder: CallRecorder
     step: Step
-    inputs: FunctionLayer
+    inputs: FunctionLayer  # what the inputs of all steps are multiplied with
     hidden: FunctionLayer
-    projection: FunctionLayer | None
-    values: Sequence[Sequence[Tensor | None]]
+    projection: FunctionLayer | None  # of what an LSTM gives out
+    values: Sequence[Sequence[Tensor | None]]  # weights and biases of the three, cut off
     reverse: bool
 
     def __call__(
@@ -538,6 +506,11 @@ COMPOSITES: Mapping[str, Callable[..., Any]] = {
     "multi_head_attention_forward": _multi_head_attention,
     "cross_entropy": partial(_negative_log, F.cross_entropy),
     "nll_loss": partial(_negative_log, F.nll_loss),
+    "embedding_bag": _embedding_bag,
+    "lstm_cell": partial(_cell, _lstm),
+    "gru_cell": partial(_cell, _gru),
+    "rnn_tanh_cell": partial(_cell, _rnn_tanh),
+    "rnn_relu_cell": partial(_cell, _rnn_relu),
     **_RECURRENT,
 }
 """By the name of a function of torch."""

@@ -74,14 +74,13 @@ class GhostClipping(AbstractLayerEngine):
     def __init__(self) -> None:
         super().__init__()
         self._params: Sequence[nn.Parameter] = ()
-        self._last: tuple[_Passes, Mapping[int, Tensor]] | None = None
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         self.detach()
         self._recorder, self._params = Recorder(module, params, _SavedInputs), params
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
-        self._last = None
+        self._found = None
         calls = self._attached.take(loss)
         if combined or keep_graph:
             raise UnsupportedModelError(
@@ -94,22 +93,11 @@ class GhostClipping(AbstractLayerEngine):
             squares.setdefault(place, []).append(gradients.squared_norms())
 
         passes.run(add, keep=True)
-        self._last = passes, {place: torch.cat(parts) for place, parts in squares.items()}
+        norms = {place: torch.cat(parts) for place, parts in squares.items()}
+        self._found = partial(GhostGradients, self._params, passes, norms)
 
     def repeating(self) -> AbstractContextManager[None]:
         return self._attached.repeating()
-
-    def take(self, scale: float) -> GhostGradients:
-        last, self._last = self._last, None
-        if last is None:
-            raise RefusedRun(
-                "GhostClipping.backward() must come before take().", topic="out-of-order"
-            )
-        return GhostGradients(self._params, *last, scale)
-
-    def drop(self) -> None:
-        self._last = None
-        super().drop()
 
     def detach(self) -> None:
         super().detach()
@@ -150,14 +138,7 @@ class _SavedInputs(KeptInputs):
 
 
 class _Passes:
-    """Backward passes through one graph, which hand each parameter's gradients over when they are whole.
-
-    Args:
-        recorder: of the calls.
-        params: the trained parameters.
-        loss: whose graph it is.
-        calls: of layers, that the loss depends on.
-    """
+    """Backward passes through one graph, which hand over each parameter's gradients when whole."""
 
     def __init__(
         self,
@@ -174,12 +155,7 @@ class _Passes:
         self._is_first = True
 
     def run(self, done: Done, *, keep: bool) -> None:
-        """Go back once.
-
-        Args:
-            done: is handed the gradients.
-            keep: the graph is needed once more; else it is free where the pass has been.
-        """
+        """Go back once; without ``keep`` the graph is free where the pass has been."""
         if self._graph is None:
             raise RefusedRun(
                 "The gradients were summed already; their graph is free.", topic="out-of-order"

@@ -14,22 +14,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_dp._refusals import RefusedRun
+from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
     UncoveredParameterError,
     UnsupportedModelError,
     as_unsupported,
     refuse_complex,
-    refuse_special,
     refuse_without_records,
 )
+from lightning_dp.gradients.batches import folding_in_force
 from lightning_dp.gradients.calls import Call, CallSums, DualSums, KeptInputs, go_back, run_along
 from lightning_dp.gradients.graph import Survey, changes_order, survey
 from lightning_dp.gradients.module_hooks import ModuleHooks
-from lightning_dp.gradients.parameter_sum import BookkeptGradients, ScratchPool
-from lightning_dp.gradients.row_owners import folding_in_force
+from lightning_dp.gradients.parameter_sum import ScratchPool
 from lightning_dp.gradients.rules import Rule, own_parameters, refuse_options, rule_of
-from lightning_dp.gradients.sharded import WholeParameters, is_unit, refuse_other_shards, unit_rule
+from lightning_dp.gradients.sharded import WholeParameters, is_unit, unit_rule
 
 __all__ = ["AbstractLayerEngine", "LayerCalls", "Recorder"]
 
@@ -62,8 +62,6 @@ class Recorder:
         *,
         units: bool = False,
     ) -> None:
-        refuse_other_shards(module, params)
-        refuse_special(module, params)
         refuse_complex(module, params)
         self.whole = WholeParameters(module)
         """The parameters that stand in the places of sharded ones."""
@@ -248,11 +246,7 @@ def _used_by_a_call(layer: nn.Module) -> list[int]:
 def _rules_of_layers(
     module: nn.Module, trained: Collection[int], units: bool
 ) -> dict[nn.Module, Rule | None]:
-    """Return the layers whose calls use trained parameters, with their rules; None for shards.
-
-    Raises:
-        UnsupportedModelError: naming a layer of which none is known, and the cure.
-    """
+    """Return the layers whose calls use trained parameters, with their rules; None for shards."""
     found: dict[nn.Module, Rule | None] = {}
     for name, layer in module.named_modules():
         if not any(id(param) in trained for param in layer.parameters()):
@@ -286,6 +280,7 @@ class AbstractLayerEngine(AbstractGradientEngine):
         return self._attached.outputs()
 
     def drop(self) -> None:
+        super().drop()
         if self._recorder is not None:
             self._recorder.drop()
 
@@ -334,7 +329,6 @@ class LayerCalls(AbstractLayerEngine):
         self._units = units
         self._module: nn.Module | None = None
         self._params: Sequence[nn.Parameter] = ()
-        self._sums: CallSums | None = None  # of the last backward pass
         self._memory = ScratchPool()
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
@@ -350,7 +344,7 @@ class LayerCalls(AbstractLayerEngine):
     def _go_back(
         self, loss: Tensor, sums: CallSums, *, keep_graph: bool = False, along: bool = False
     ) -> None:
-        self._sums = None
+        self._found = None
         calls = self._attached.take(loss)
 
         def done(call: Call, gradient: Tensor | None) -> None:
@@ -359,11 +353,11 @@ class LayerCalls(AbstractLayerEngine):
 
         with self._attached.paused():
             go_back(loss, calls, done, keep_graph=keep_graph, along=along)
-        self._sums = sums
+        self._found = sums.gradients
 
     def along(
         self, run_again: Callable[[], Tensor], direction: Tensor, weights: tuple[float, float]
-    ) -> BookkeptGradients:
+    ) -> AbstractPerSampleGradients:
         assert self._module is not None
 
         def run(duals: Sequence[Tensor]) -> None:
@@ -373,16 +367,6 @@ class LayerCalls(AbstractLayerEngine):
         with self._attached.along_a_direction():
             run_along(self._module, self._params, direction, run)
         return self.take(1.0)
-
-    def take(self, scale: float) -> BookkeptGradients:
-        sums, self._sums = self._sums, None
-        if sums is None:
-            raise RefusedRun("LayerCalls.backward() must come before take().", topic="out-of-order")
-        return sums.gradients(scale)
-
-    def drop(self) -> None:
-        self._sums = None
-        super().drop()
 
     def detach(self) -> None:
         super().detach()

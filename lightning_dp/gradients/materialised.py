@@ -115,10 +115,7 @@ def restricted(parts: Sequence[Tensor], scale: float) -> MaterialisedGradients:
 
 
 def _plus(so_far: Tensor | None, gradient: Tensor, factor: float) -> Tensor:
-    """Return ``so_far + factor * gradient``, in the memory of the first where it is plain memory.
-
-    These are the largest tensors of a step: another one costs more than the sum.
-    """
+    """Return ``so_far + factor * gradient``, in the memory of the first where it is plain memory."""
     if so_far is None:
         return gradient * factor
     if so_far.is_contiguous():

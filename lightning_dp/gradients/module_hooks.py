@@ -18,11 +18,6 @@ class _Hook:
     """A hook of one module, which does nothing on any other: a shallow copy shares the hooks.
 
     A deep copy, and one that was unpickled, is a hook of no module.
-
-    Args:
-        owner: the module.
-        function: called as torch calls hooks.
-        copies: handles of all that deep copies left behind.
     """
 
     def __init__(
@@ -73,13 +68,7 @@ class ModuleHooks:
         self._copies: list[RemovableHandle] = []
 
     def add(self, owner: nn.Module, register: Register, function: Callable[..., Any]) -> None:
-        """Register a hook on a module.
-
-        Args:
-            owner: the module.
-            register: its method that registers the kind of hook.
-            function: called as torch calls hooks of that kind.
-        """
+        """Register a function as a hook of a module, by the method that registers its kind."""
         hook = _Hook(owner, function, self._copies)
         hook.handle = register(hook)
         self._hooks.append((hook, register))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,6 @@ class OneByOne(AbstractGradientEngine):
         self._along: tuple[Tensor, tuple[float, float]] | None = None
         self._rows: Tensor | None = None  # of several records, and their losses
         self._losses: Tensor | None = None
-        self._found: Tensor | None = None
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         self._params = tuple(params)
@@ -69,10 +69,12 @@ class OneByOne(AbstractGradientEngine):
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
         if self._rows is None or self._losses is None:
-            self._found = self._row(loss, keep_graph=keep_graph).unsqueeze(0)
-            return
-        (shares,) = torch.autograd.grad(loss, self._losses)
-        self._found = self._rows * (len(shares) * shares).unsqueeze(1).to(self._rows)
+            rows = self._row(loss, keep_graph=keep_graph).unsqueeze(0)
+        else:
+            (shares,) = torch.autograd.grad(loss, self._losses)
+            rows = self._rows * (len(shares) * shares).unsqueeze(1).to(self._rows)
+        self.drop()
+        self._found = partial(MaterialisedGradients, [rows[0]], [rows])
 
     def _row(self, loss: Tensor, *, keep_graph: bool = False) -> Tensor:
         """Return the gradient of one record, or what :meth:`along` asks for in its place."""
@@ -89,13 +91,6 @@ class OneByOne(AbstractGradientEngine):
             raise
         return self._flat(found)
 
-    def take(self, scale: float) -> AbstractPerSampleGradients:
-        found = self._found
-        self.drop()
-        if found is None:
-            raise UnsupportedModelError("There was no backward pass.", topic="no-loss")
-        return MaterialisedGradients([found[0]], [found], scale)
-
     def along(
         self,
         run_again: Callable[[], Tensor],
@@ -104,10 +99,8 @@ class OneByOne(AbstractGradientEngine):
     ) -> AbstractPerSampleGradients:
         self._along = direction, weights
         try:
-            with (
-                as_written(),
-                sdpa_kernel(SDPBackend.MATH),
-            ):  # fused attention has no second derivative
+            # Fused attention has no second derivative.
+            with as_written(), sdpa_kernel(SDPBackend.MATH):
                 self.backward(run_again())
         finally:
             self._along = None

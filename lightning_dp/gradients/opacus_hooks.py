@@ -17,7 +17,6 @@ from opacus.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention
 from opacus.validators.module_validator import ModuleValidator
 from torch import Tensor, nn
 
-from lightning_dp._refusals import RefusedRun
 from lightning_dp.functional import as_rows
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
@@ -28,9 +27,9 @@ from lightning_dp.gradients.base import (
     refuse_complex,
     refuse_without_records,
 )
+from lightning_dp.gradients.batches import folding_in_force
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.gradients.module_hooks import ModuleHooks
-from lightning_dp.gradients.row_owners import folding_in_force
 
 __all__ = ["OpacusHooks"]
 
@@ -114,7 +113,6 @@ class OpacusHooks(AbstractGradientEngine):
 
     def __init__(self) -> None:
         self._opacus, self._params = _Hooks(nn.Module()), dict[str, nn.Parameter]()
-        self._found: dict[str, tuple[Any, Any]] | None = None  # rows and ordinary gradients
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         self.detach()
@@ -131,14 +129,13 @@ class OpacusHooks(AbstractGradientEngine):
                 warnings.filterwarnings("ignore", "Full backward hook is firing")
                 plain = torch.autograd.grad(loss, params, None, keep_graph, allow_unused=True)
             rows = [opacus.kept[param].get("grad_sample") for param in params]
-            self._found = dict(zip(self._params, zip(rows, plain, strict=True), strict=True))
+            pairs = dict(zip(self._params, zip(rows, plain, strict=True), strict=True))
+            self._found = partial(self._checked, pairs)
         finally:
             opacus.is_live, opacus.kept = False, _copied(opacus.fresh)
 
-    def take(self, scale: float) -> MaterialisedGradients:
-        found, self._found = self._found, None
-        if found is None:
-            raise RefusedRun("OpacusHooks.backward() comes before take().", topic="out-of-order")
+    def _checked(self, found: Mapping[str, tuple[Any, Any]], scale: float) -> MaterialisedGradients:
+        """Return the rows of each parameter, beside which its ordinary gradient is."""
         used = {name: pair for name, pair in found.items() if pair[1] is not None}
         if missing := [name for name, (rows, _) in used.items() if not isinstance(rows, Tensor)]:
             raise UncoveredParameterError(missing)
@@ -148,7 +145,8 @@ class OpacusHooks(AbstractGradientEngine):
         return MaterialisedGradients(params, rows, scale)
 
     def drop(self) -> None:
-        self._found, self._opacus.kept = None, _copied(self._opacus.fresh)
+        super().drop()
+        self._opacus.kept = _copied(self._opacus.fresh)
 
     def rest(self) -> None:
         self._opacus.hooks.take_off()

@@ -15,7 +15,7 @@ from lightning_dp._shards import held_here, sum_into_shard
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import flat_memory, flat_zeros, parts_of, real, squared_row_norms
 from lightning_dp.gradients.base import ALONE, UnsupportedModelError, number_of_records
-from lightning_dp.gradients.bilinear import SLICE_BYTES, Rows, Use, above_rounding
+from lightning_dp.gradients.bilinear import Rows, Use, above_rounding, in_slices
 from lightning_dp.gradients.materialised import MaterialisedGradients, places_in, restricted
 
 __all__ = [
@@ -139,7 +139,7 @@ class ParameterGradients:
     def squared_norms(self) -> Tensor:
         """Return the squared L2 norm of each record's gradient, shape (n,), float64."""
         self.uses = _joined(self.uses)
-        count, size = len(self.uses[0].u), self._size(self.uses[0])
+        size = self._size(self.uses[0])
         may_keep = size <= self._allowance.left
         # A norm is not a sum over uses: ‖Σ f(v, u)‖² has products between all of them, which a form
         # knows for its own uses only.
@@ -156,14 +156,14 @@ class ParameterGradients:
             # Of the very numbers that are summed: no margin.
             known = self._known_squares([self._kept])
             return squared_row_norms(self._kept.u) if known is None else known
-        size = max(1, SLICE_BYTES // (4 * self._numel))
-        slices = [slice(start, start + size) for start in range(0, count, size)]
-        squares = torch.cat(
-            [squared_row_norms(_sum_of_rows([use.of(s) for use in self.uses])) for s in slices]
-        )
+        squares = in_slices(self._squares_of_rows, 4 * self._numel, *_tensors(self.uses))
         # The sum is made from other sums of the same terms, rounded in another way.
         lengths = reduce(torch.add, (use.form.lengths(use.v, use.u) for use in self.uses))
         return above_rounding(squares, lengths, self.uses[0].u.dtype)
+
+    def _squares_of_rows(self, *tensors: Tensor) -> Tensor:
+        pairs = zip(self.uses, tensors[::2], tensors[1::2], strict=True)
+        return squared_row_norms(_sum_of_rows([replace(use, v=v, u=u) for use, v, u in pairs]))
 
     def _made(self, *uses: Use) -> Use:
         """Return the gradients of all records, in memory that is used again if the form says so."""
@@ -264,6 +264,10 @@ class ParameterGradients:
             else:
                 uses += new
         return ParameterGradients(uses, self._shape, self._memory, allowance)
+
+
+def _tensors(uses: Sequence[Use]) -> list[Tensor]:
+    return [each for use in uses for each in (use.v, use.u)]
 
 
 def _sum_of_rows(uses: Sequence[Use]) -> Tensor:

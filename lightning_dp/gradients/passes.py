@@ -178,9 +178,6 @@ class RecordPasses:
         Processes with shards gather each layer's parameters together, so all make the same passes; also
         one that has no record, but a stand-in, or nothing to go back from.
 
-        Args:
-            query: what is asked.
-            chunk: its records, or the stand-in.
         """
         if self._is_sharded and chunk.forward is not None:
             for each in query.passes:
@@ -188,12 +185,7 @@ class RecordPasses:
                     self._pass(chunk, each)
 
     def add_nothing(self, query: Query, onto: BoundedSum) -> BoundedSum:
-        """Add the sum over no records to one over shards, which all processes add up together.
-
-        Args:
-            query: what is asked.
-            onto: the sum so far.
-        """
+        """Add the sum over no records to one over shards, which all processes add up together."""
         none = BookkeptGradients(self._params, [None] * len(self._params), 1.0)
         return bounded_sum(none, query.clip_norm, query.count_weight, onto)
 
@@ -264,13 +256,7 @@ class RecordPasses:
     def _pass(
         self, chunk: Replay, each: Pass, combined: bool = True
     ) -> AbstractPerSampleGradients | None:
-        """Run one pass over some records; None if there is nothing to go back from.
-
-        Args:
-            chunk: the records.
-            each: where, and along which direction.
-            combined: with the gradients of another pass.
-        """
+        """Run one pass over some records; None if there is nothing to go back from."""
         if chunk.forward is None:
             raise RefusedRun(
                 "A chunk that cannot be run again was asked for more.", topic="out-of-order"
@@ -292,7 +278,6 @@ class RecordPasses:
                 self.watched.drop()
 
     def _back(self, loss: Any, size: int, combined: bool) -> AbstractPerSampleGradients:
-        """Go back from a loss."""
         if not is_differentiable(loss):
             raise NoLoss
         watched, plain = self.watched, None

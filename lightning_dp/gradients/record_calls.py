@@ -33,16 +33,77 @@ from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.bilinear import Folding
 from lightning_dp.gradients.calls import Call, KeptInputs, copied, dual_of
 from lightning_dp.gradients.rules import BY_POSITION, FUNCTIONS, FunctionUse, Rule
-from lightning_dp.gradients.vmap import (
-    is_foreign,
-    is_sample,
-    level_of_samples,
-    outside,
-    rows,
-    wrapped,
-)
 
-__all__ = ["CallRecorder", "DifferentPaths", "WritesIntoNew"]
+__all__ = [
+    "MISSING",
+    "CallRecorder",
+    "DifferentPaths",
+    "WritesIntoNew",
+    "is_sample",
+    "numbered",
+    "outside",
+    "rows",
+]
+
+# -- vmap -----------------------------------------------------------------------------------------
+
+# Its private names: whether a tensor is inside of it, and what is behind that, is not public.
+_functorch: Any = torch._C._functorch
+
+_NAMES = (
+    *("_vmap_increment_nesting", "_vmap_decrement_nesting", "_add_batch_dim", "get_unwrapped"),
+    *("is_batchedtensor", "is_functorch_wrapped_tensor", "maybe_get_bdim", "maybe_get_level"),
+    *("pop_dynamic_layer_stack", "push_dynamic_layer_stack"),
+    "_set_vmap_fallback_warning_enabled",
+)
+MISSING = tuple(name for name in _NAMES if not hasattr(_functorch, name))
+"""The names that this torch lacks; with any, the engine cannot be used."""
+
+is_sample: Callable[[Tensor], bool] = getattr(_functorch, "is_batchedtensor", torch.is_tensor)
+"""Return whether each sample has its own values of a tensor."""
+
+
+@contextmanager
+def level_of_samples(n: int) -> Iterator[int]:
+    """Enter a level of vmap over n samples that draw different random numbers; yield its number."""
+    _functorch._set_vmap_fallback_warning_enabled(False)  # of what is slow; an error for some
+    level: int = _functorch._vmap_increment_nesting(n, "different")
+    try:
+        yield level
+    finally:
+        _functorch._vmap_decrement_nesting()
+
+
+class outside:
+    """Leave the innermost level for a while: tensors of all samples are ordinary ones there."""
+
+    def __enter__(self) -> None:
+        self._layer = _functorch.pop_dynamic_layer_stack()
+
+    def __exit__(self, *_: object) -> None:
+        _functorch.push_dynamic_layer_stack(self._layer)
+
+
+def wrapped(tensor: Tensor, level: int) -> Tensor:
+    """Return what one sample sees of a tensor of shape (n, ...): shape (...)."""
+    seen: Tensor = _functorch._add_batch_dim(tensor, 0, level)
+    return seen
+
+
+def is_foreign(tensor: Tensor, level: int) -> bool:
+    """Return whether a tensor is inside of another function transform than the level."""
+    inside: bool = _functorch.is_functorch_wrapped_tensor(tensor)
+    return inside and _functorch.maybe_get_level(tensor) != level
+
+
+def rows(tensor: Tensor) -> Tensor:
+    """Return the values of all samples, shape (n, ...), of a tensor that :func:`is_sample`."""
+    behind: Tensor = _functorch.get_unwrapped(tensor)
+    dim = _functorch.maybe_get_bdim(tensor)
+    return behind if dim == 0 else behind.movedim(dim, 0)
+
+
+# -- the recorder ---------------------------------------------------------------------------------
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -95,9 +156,7 @@ _LATER = (
 class DifferentPaths(BaseException):
     """Samples would take different branches; no error, so that no ``except Exception`` catches it.
 
-    Args:
-        labels: for each sample of the group, the number of its branch.
-        are_numbers: they differ in numbers that left torch, as by ``.item()``.
+    The labels are the number of each sample's branch; ``are_numbers`` if what left torch differs.
     """
 
     def __init__(self, labels: Sequence[int], *, are_numbers: bool = False) -> None:

@@ -29,12 +29,14 @@ from lightning_dp.gradients.graph import nodes
 from lightning_dp.gradients.materialised import restricted
 from lightning_dp.gradients.parameter_sum import BookkeptGradients, ScratchPool
 from lightning_dp.gradients.record_calls import (
+    MISSING,
     CallRecorder,
     DifferentPaths,
     WritesIntoNew,
+    is_sample,
     numbered,
+    rows,
 )
-from lightning_dp.gradients.vmap import MISSING, is_sample, rows
 
 __all__ = ["GroupedGradients", "Records"]
 
@@ -55,19 +57,12 @@ _LEFT = (
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Samples that took the same path.
+    """Samples that took the same path."""
 
-    Args:
-        places: of them in the batch.
-        calls: that they made.
-        losses: of each, shape (k,); None if their step gave none.
-        output: of ``training_step``, with rows in the places of what one sample sees.
-    """
-
-    places: Tensor
+    places: Tensor  # of them in the batch
     calls: list[Call]
-    losses: Tensor | None
-    output: Any
+    losses: Tensor | None  # of each, shape (k,); None if their step gave none
+    output: Any  # of training_step, with rows in the places of what one sample sees
 
 
 # Runs samples together, which are in these places of the batch.
@@ -107,7 +102,6 @@ class Records(AbstractGradientEngine):
         self._own_memory = self._along = self._edits = False
         self._groups: list[_Group] = []
         self._size = 0
-        self._found: list[BookkeptGradients] | None = None
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         self.detach()
@@ -249,15 +243,7 @@ class Records(AbstractGradientEngine):
         keep_graph: bool = False,
         along: bool = False,
     ) -> None:
-        """Go back to the calls of all groups at once.
-
-        Args:
-            loss: of all samples.
-            sums: of each group.
-            params: the trained parameters, as they are in the graph.
-            keep_graph: as for :func:`go_back`.
-            along: as for :func:`go_back`.
-        """
+        """Go back to the calls of all groups at once; the parameters are as they are in the graph."""
         groups, self._groups = self._groups, []
         if not groups:
             raise RefusedRun("Records.run() must come before backward().", topic="out-of-order")
@@ -273,22 +259,12 @@ class Records(AbstractGradientEngine):
         self._refuse_missed(loss, found, {call.edge.node for call in missed})
         for each in sums:
             each.pull_back()
-        self._places = [group.places for group in groups]
-        self._found = [
-            each.gradients(self._size / len(places))
-            for each, places in zip(sums, self._places, strict=True)
-        ]
+        self._found = partial(self._together, sums, [group.places for group in groups])
 
     def _refuse_missed(
         self, loss: Tensor, found: Sequence[Tensor | None], calls: Collection[Any]
     ) -> None:
-        """Refuse parameters that have a gradient by themselves, and calls that got none.
-
-        Args:
-            loss: of all samples.
-            found: the gradients of the parameters: where there is one, they met samples unseen.
-            calls: the graph nodes of those that no gradient came to.
-        """
+        """Refuse parameters that have a gradient by themselves, and calls that got none."""
         pairs = zip(self._params, found, strict=True)
         missed = [self._names[id(param)] for param, each in pairs if each is not None]
         if missed:
@@ -299,16 +275,16 @@ class Records(AbstractGradientEngine):
                 topic="unseen-use",
             )
 
-    def take(self, scale: float) -> AbstractPerSampleGradients:
-        found, self._found = self._found, None
-        if found is None:
-            raise RefusedRun("Records.backward() must come before take().", topic="out-of-order")
-        if scale != 1.0:
-            found = [each.combine(scale, ()) for each in found]
-        return found[0] if len(found) == 1 else GroupedGradients(found, self._places)
+    def _together(
+        self, sums: Sequence[CallSums], places: Sequence[Tensor], scale: float
+    ) -> AbstractPerSampleGradients:
+        pairs = zip(sums, places, strict=True)
+        found = [each.gradients(scale * self._size / len(own)) for each, own in pairs]
+        return found[0] if len(found) == 1 else GroupedGradients(found, places)
 
     def drop(self) -> None:
-        self._groups, self._found = [], None
+        super().drop()
+        self._groups = []
 
     def detach(self) -> None:
         self.drop()

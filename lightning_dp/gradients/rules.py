@@ -13,8 +13,15 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_dp._norms import FixedNorm
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.bilinear import Lookup, OuterProduct, Rows, Scale, Use, Uses
-from lightning_dp.gradients.convolution import Convolution
+from lightning_dp.gradients.bilinear import (
+    Convolution,
+    Lookup,
+    OuterProduct,
+    Rows,
+    Scale,
+    Use,
+    Uses,
+)
 
 __all__ = [
     "BY_POSITION",
@@ -129,31 +136,29 @@ def _around(
 
 def _layer_norm(layer: Any, inputs: Tensor, gradient: Tensor) -> Uses:
     v = F.layer_norm(inputs, layer.normalized_shape, eps=layer.eps)
-    return _uses_of_scale(layer, v, gradient, range(1, v.dim() - len(layer.normalized_shape)))
+    return _scaled(layer, v, gradient, 1, v.dim() - len(layer.normalized_shape))
 
 
 def _rms_norm(layer: Any, inputs: Tensor, gradient: Tensor) -> Uses:
     v = F.rms_norm(inputs, layer.normalized_shape, eps=layer.eps)
-    return _uses_of_scale(layer, v, gradient, range(1, v.dim() - len(layer.normalized_shape)))
+    return _scaled(layer, v, gradient, 1, v.dim() - len(layer.normalized_shape))
 
 
 def _group_norm(layer: Any, inputs: Tensor, gradient: Tensor) -> Uses:
-    v = F.group_norm(inputs, layer.num_groups, eps=layer.eps)
-    return _uses_of_scale(layer, v, gradient, range(2, v.dim()))
+    return _scaled(layer, F.group_norm(inputs, layer.num_groups, eps=layer.eps), gradient)
 
 
 def _instance_norm(layer: Any, inputs: Tensor, gradient: Tensor) -> Uses:
-    v = F.instance_norm(inputs, eps=layer.eps)
-    return _uses_of_scale(layer, v, gradient, range(2, v.dim()))
+    return _scaled(layer, F.instance_norm(inputs, eps=layer.eps), gradient)
 
 
 def _fixed_norm(layer: Any, inputs: Tensor, gradient: Tensor) -> Uses:
-    return _uses_of_scale(layer, layer.normalised(inputs), gradient, range(2, inputs.dim()))
+    return _scaled(layer, layer.normalised(inputs), gradient)
 
 
-def _uses_of_scale(layer: Any, v: Tensor, u: Tensor, sum_over: range) -> Uses:
-    """Return weight and bias with their uses where normalised inputs are scaled, entry by entry."""
-    dimensions = tuple(sum_over)
+def _scaled(layer: Any, v: Tensor, u: Tensor, begin: int = 2, end: int | None = None) -> Uses:
+    """Return the uses where normalised inputs are scaled; dimensions from one to another are summed."""
+    dimensions = tuple(range(begin, v.dim() if end is None else end))
     uses: Uses = [(layer.weight, Use(Scale(dimensions), v, u))]
     if getattr(layer, "bias", None) is not None:
         uses.append((layer.bias, Rows.use(u.sum(dimensions) if dimensions else u)))
@@ -165,26 +170,18 @@ def _uses_of_scale(layer: Any, v: Tensor, u: Tensor, sum_over: range) -> Uses:
 
 @dataclass(frozen=True)
 class _Entry:
-    """One row of the table: a rule, and the layers and functions that it is for.
-
-    Args:
-        rule: the rule.
-        layers: types of layers.
-        functions: of torch, with the names of their arguments in order. A call that names others goes
-            without a rule, as with ``out``.
-        holds: true if the rule holds for a call of a function, given as layer and input.
-        by_position: dimensions between the records and what the rule is about are positions of a
-            record. Other rules take one row each: what stands there belongs into the rows, whose
-            records a folding tells.
-        defaults: of the functions, where they differ from those of :class:`FunctionLayer`.
-    """
+    """One row of the table: a rule, and the layers and functions that it is for."""
 
     rule: Rule
     layers: Sequence[type[nn.Module]]
+    # The names of a function's arguments in order. A call that names others goes without a rule, as with
+    # ``out``.
     functions: Mapping[str, str]
-    holds: Callable[[FunctionLayer, Tensor], bool] = lambda layer, input: True
+    holds: Callable[[FunctionLayer, Tensor], bool] = lambda layer, input: True  # for one call
+    # Dimensions between the records and what the rule is about are positions of a record. Other rules
+    # take one row each: what stands there belongs into the rows, whose records a folding tells.
     by_position: bool = False
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # other than a FunctionLayer's
 
 
 def _has_bias_of(outputs: int, layer: FunctionLayer, input: Tensor) -> bool:

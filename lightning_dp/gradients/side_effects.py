@@ -18,8 +18,13 @@ from lightning_dp._module_state import Snapshot
 from lightning_dp._warnings import warn
 from lightning_dp.gradients.base import Around
 from lightning_dp.gradients.batches import map_leaves
-from lightning_dp.gradients.record_calls import CallRecorder, DifferentPaths
-from lightning_dp.gradients.vmap import is_sample, outside, rows
+from lightning_dp.gradients.record_calls import (
+    CallRecorder,
+    DifferentPaths,
+    is_sample,
+    outside,
+    rows,
+)
 
 __all__ = ["SideEffects", "over_records"]
 

@@ -78,7 +78,7 @@ def text_of(runs: dict[str, list[Any]], weights: list[str]) -> bytes:
         for number, event in enumerate(charges):
             is_same = number > 0 and charges[number - 1] == event
             lines.append([run, number, None if is_same else event.to_dict()])
-    lines.append([None, "weights", weights])
+    lines += [[None, "weights", weights], [None, "data", [22_000, 'visits "A], of 2024']]]
     return b"".join(map(checked_line, lines))
 
 

@@ -313,6 +313,13 @@ def of_positions(module: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(torch.stack([found, 2 * found, -found], 2), targets)
 
 
+def in_steps(m: Net, x: Tensor) -> Tensor:
+    state = m.body(x[:, 0]), x[:, 0]
+    for t in range(x.shape[1]):
+        state = m.cell(x[:, t], state)
+    return state[0]
+
+
 def uncertain(m: Net, batch: Batch) -> Tensor:
     """Two tasks, weighted by learnt variances."""
     found = m(batch["x"])
@@ -383,12 +390,6 @@ EXAMPLES: Mapping[str, Example] = {
         of(lambda: nn.Conv2d(2, 4, 3, padding=1), lambda: nn.GroupNorm(2, 4), nn.ReLU,
            lambda: nn.Conv2d(4, 4, 3, stride=2, groups=2, bias=False)), by=ALL,
     ),
-    "conv1d": on_images(lambda: nn.Conv1d(2, 4, 3, stride=2, padding=1), 9),
-    "conv3d": on_images(lambda: nn.Conv3d(2, 3, 2, padding=1), 4, 3, 5),
-    "conv same": on_images(lambda: nn.Conv2d(2, 3, (2, 3), padding="same"), 5, 5),
-    "conv circular": on_images(
-        lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
-                               by=LAYERS),
     "conv transposed": on_images(lambda: nn.ConvTranspose2d(2, 4, 3), by=HOOKED),
     "conv on small maps": on_images(of(lambda: nn.Conv2d(2, 40, (1, 2)), nn.Tanh,
                                        lambda: nn.Conv2d(40, 36, (3, 2), padding=(1, 0))), 4, 4),
@@ -433,6 +434,9 @@ EXAMPLES: Mapping[str, Example] = {
     "dp lstm": Example(net(lambda m, x: m.head(m.lstm(x)[0][:, -1]), head=head,
                            lstm=lambda: DPLSTM(6, 6, batch_first=True)), sequences, by=HOOKED),
     "gru cell": of_hidden(lambda m, x: m.cell(x, m.body(x)), cell=lambda: nn.GRUCell(6, 6)),
+    "lstm cell": of_hidden(in_steps, sequences, cell=lambda: nn.LSTMCell(6, 6)),
+    "rnn cells": of_hidden(lambda m, x: m.relu(x, m.tanh(m.body(x))), tanh=lambda: nn.RNNCell(6, 6),
+                           relu=lambda: nn.RNNCell(6, 6, bias=False, nonlinearity="relu")),
     "deep sets": of_hidden(lambda m, x: m.outer(m.body(x).relu().sum(1)).relu(), sequences, by=ALL,
                            outer=linear()),
     "tied embedding": Example(tied_embedding, tokens, by=ALL),

@@ -161,16 +161,14 @@ def compare(
     assert all(param.grad is None for param in model.parameters())
 
 
-@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_those_without_checkpoints(kind, call, oracle):
-    compare(oracle, *_used(pair(kind, call)))
-
-
-@pytest.mark.parametrize("call", ["not reentrant", "to the end"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_same_in_two_backward_passes(kind, call, oracle):
-    compare(oracle, *_used(pair(kind, call)), "ghost", adds_up=True)
+def test_gradients_are_those_without_checkpoints(kind, oracle, anatomy):
+    for call in CALLS:
+        models = _used(pair(kind, call))
+        before = anatomy(models[1])
+        compare(oracle, *models)
+        compare(oracle, *models, "ghost", adds_up=True)  # two backward passes, and one more
+        assert anatomy(models[1]) == before
 
 
 def _used(models: tuple[Plain, Plain]) -> tuple[Plain, Plain]:
@@ -202,34 +200,24 @@ def test_sequences_and_wrappers(oracle):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_masks_are_those_of_the_forward_pass(call, oracle):
-    """The same random numbers give the same gradients, with checkpoints and without."""
-    plain, model = pair(Residual, call)
-    for each in (plain, model):
-        for block in each.blocks:
-            block.append(nn.Dropout(0.5))
-    batch, found = torch.randn(oracle.records, WIDTH), []
+def test_masks_and_two_points_are_those_without_checkpoints(call, oracle):
+    """The same random numbers give the same gradients; those at two points are combined per record."""
+    models, batch = pair(Residual, call), torch.randn(oracle.records, WIDTH)
+    params = oracle.trained(models[0])
+    point = torch.cat([param.detach().flatten() for param in params]) * 0.9
+    query = Query((Term(), Term(-1.0, point)), 1.0, 0.0)
     state = RandomState.seeded(torch.device("cpu"), 3)
-    for each in (plain, model):
-        with RecordPasses(each, oracle.trained(each), "layers") as runs, state.again():
-            found.append(
-                runs.run(lambda b, net=each: oracle.mean_loss(net(b)), batch, len(batch)).norms()
-            )
-    torch.testing.assert_close(*found, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_two_passes_over_a_batch(call, oracle):
-    """Gradients at two points, combined per record."""
-    found = []
-    for model in pair(Residual, call):
-        params, batch = oracle.trained(model), torch.ones(oracle.records, WIDTH).cumsum(0)
-        point = torch.cat([param.detach().flatten() for param in params]) * 0.9
-        query = Query((Term(), Term(-1.0, point)), 1.0, 0.0)
-        with RecordPasses(model, params, "layers") as runs:
-            replay = Replay(lambda x, net=model: oracle.mean_loss(net(x)), batch, len(batch))
-            found.append(runs.gradients(query, replay).norms())
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-9)
+    masked, combined = [], []
+    for model in models:
+        replay = Replay(lambda x, net=model: oracle.mean_loss(net(x)), batch, len(batch))
+        with RecordPasses(model, oracle.trained(model), "layers") as runs:
+            combined.append(runs.gradients(query, replay).norms())
+        for block in model.blocks:
+            block.append(nn.Dropout(0.5))
+        with RecordPasses(model, oracle.trained(model), "layers") as runs, state.again():
+            masked.append(runs.run(replay.forward, batch, len(batch)).norms())
+    torch.testing.assert_close(*masked, rtol=1e-6, atol=0)
+    torch.testing.assert_close(*combined, rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -289,13 +277,6 @@ def test_a_checkpoint_of_somebody_elses_is_refused(oracle):
     with pytest.raises(UnsupportedModelError, match=r"blocks\.0\.0\.weight.*inside"):
         compare(oracle, plain, model)
     assert all(param.grad is None for param in model.parameters())
-
-
-def test_nothing_is_left_on_the_model(oracle, anatomy):
-    plain, model = pair(Nested, "not reentrant")
-    before = anatomy(model)
-    compare(oracle, plain, model)
-    assert anatomy(model) == before
 
 
 @pytest.mark.parametrize("engine", ["layers", "ghost", "one_by_one"])

@@ -39,8 +39,7 @@ def trained(module: nn.Module) -> list[nn.Parameter]:
 
 
 def double(part: Any) -> Any:
-    is_real = isinstance(part, Tensor) and part.is_floating_point()
-    return part.double() if is_real else part
+    return part.double() if _is_real(part) else part
 
 
 def some(batch: Batch, places: Sequence[int]) -> Batch:
@@ -137,19 +136,14 @@ def ask(passes: RecordPasses, chunk: Replay, *terms: Term, rows: Tensor, **optio
     assert (answer.value - expected).norm() <= 1e-8 * max(expected.norm(), 1e-9)
 
 
-def pairs() -> list[Any]:
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_engines_are_right_about_a_model_or_refuse_it(name):
     """All but whole batches of which a record sees others: what refuses those are other checks."""
-    found = [(e, name) for name, each in EXAMPLES.items() for e in (ENGINES, APART)[each.mixes]]
-    return [pytest.param(e, name, id=f"{e}-{name}") for e, name in found]
+    for engine in APART if EXAMPLES[name].mixes else ENGINES:
+        check_engine(engine, name)
 
 
-def taken() -> list[Any]:
-    chosen = [(e, name) for name in EXAMPLES for e in ENGINES if e in EXAMPLES[name].by.split()]
-    return [pytest.param(e, name, id=f"{e}-{name}") for e, name in chosen]
-
-
-@pytest.mark.parametrize(("engine", "name"), pairs())
-def test_an_engine_is_right_about_a_model_or_refuses_it(engine, name):
+def check_engine(engine: str, name: str) -> None:
     example = EXAMPLES[name]
     module, batch = made(example)
     state = copy.deepcopy(module.state_dict())
@@ -185,6 +179,7 @@ def test_an_engine_is_right_about_a_model_or_refuses_it(engine, name):
                 ask(passes, chunk, *along, rows=here)
     assert all(param.grad is None for param in module.parameters())
     torch.testing.assert_close(module.state_dict(), state, rtol=0, atol=0)
+    check_chunks_in_float32(engine, name)
 
 
 def _arguments(example: Example, module: nn.Module, batch: Batch) -> tuple[Any, Any, int]:
@@ -192,21 +187,17 @@ def _arguments(example: Example, module: nn.Module, batch: Batch) -> tuple[Any, 
     return chunk.forward, chunk.batch, chunk.size
 
 
-@pytest.mark.parametrize(("engine", "name"), taken())
-def test_sums_over_chunks_of_any_size_add_up_in_float32_and_records_that_are_none_count_zero(
-    engine, name
-):
-    example = EXAMPLES[name]
-    here = known(name)[0]
+def check_chunks_in_float32(engine: str, name: str) -> None:
+    """Assert that sums over chunks of any size add up, and that a record that is none counts zero."""
+    example, here = EXAMPLES[name], known(name)[0]
     module, batch = made(example)
     module.float()
-    batch = {n: p.float() if double(p) is p and _is_real(p) else p for n, p in batch.items()}
-    is_poisoned = _is_real(batch["x"]) and name not in ("positions, selected",)
-    if is_poisoned:
+    batch = {n: p.float() if _is_real(p) else p for n, p in batch.items()}
+    if _is_real(batch["x"]) and name != "positions, selected":
         batch["x"][1] = torch.nan
         here = here[[0, 2, 3]]
     clip_norm = float(here.norm(dim=1).median())
-    query, total = Query((Term(),), clip_norm, 0.0), None
+    query = Query((Term(),), clip_norm, 0.0)
     with alone(engine, module) as passes:
         total = BoundedSum.empty(query, trained(module))
         for places in ([0, 1, 2], [3]):

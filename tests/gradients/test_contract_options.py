@@ -12,12 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_dp.gradients import (
-    RecordPasses,
-    bilinear,
-    convolution,
-    parameter_sum,
-)
+from lightning_dp.gradients import RecordPasses, bilinear, parameter_sum
 from tests.gradients.models import Example, Net, features, net, sequences
 from tests.gradients.test_contract import EXAMPLES, N, alone, made, replay, rows, trained
 
@@ -123,7 +118,28 @@ def test_embeddings(rows_of_table, length, padding):
     check(Example(make, batch), ("records", "layers", "ghost"))
 
 
-@settings(FEW, max_examples=25)
+@FEW
+@given(
+    st.sampled_from(["sum", "mean", "max"]), st.sampled_from([None, 0, -2]), st.integers(1, 6),
+    st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_bags(mode, padding, length, weighted, is_long):
+    def forward(m: Net, x: Tensor) -> Tensor:
+        offsets = torch.arange(0, x.numel(), x.shape[1]) if is_long else None
+        x = x.flatten() if is_long else x
+        weights = m.gain[x] if weighted and mode == "sum" else None
+        return m.head(m.bag(x, offsets, weights))
+
+    parts = {
+        "bag": lambda: nn.EmbeddingBag(7, 6, mode=mode, padding_idx=padding),
+        "gain": lambda: nn.Parameter(torch.randn(7)),
+        "head": lambda: nn.Linear(6, 3),
+    }
+    batch = lambda n: {"x": torch.randint(7, (n, length)), "y": torch.arange(n) % 3}  # noqa: E731
+    check(Example(net(forward, **parts), batch), ("records", "one_by_one"))
+
+
+@FEW
 @given(st.data())
 def test_multi_head_attention(data):
     flag = lambda: data.draw(st.booleans())  # noqa: E731
@@ -164,7 +180,7 @@ def test_multi_head_attention(data):
     check(example, ("records", "one_by_one"))
 
 
-@settings(FEW, max_examples=8)
+@settings(FEW, max_examples=5)
 @given(
     st.booleans(), st.booleans(), st.booleans(), st.sampled_from(["relu", "gelu"]), st.booleans()
 )
@@ -192,13 +208,11 @@ def test_transformers(batch_first, norm_first, bias, activation, masked):
 )  # fmt: skip
 def test_gradients_that_are_too_large_to_be_kept_are_made_in_slices(name, monkeypatch):
     monkeypatch.setattr(parameter_sum, "_KEEP_BYTES", 0)
-    for module in (bilinear, parameter_sum):
-        monkeypatch.setattr(module, "SLICE_BYTES", 200)
-    for module in (bilinear, convolution):
-        monkeypatch.setattr(module, "PRODUCTS", 10)
+    monkeypatch.setattr(bilinear, "_SLICE_BYTES", 200)
+    monkeypatch.setattr(bilinear, "_PRODUCT_BYTES", 40)
     monkeypatch.setattr(bilinear, "_CACHED_BYTES", 100)
-    monkeypatch.setattr(convolution, "_PATCHES_PER_CHANNEL", 0)  # convolutions, not products
-    monkeypatch.setattr(convolution, "_ENTRIES", 200)
+    monkeypatch.setattr(bilinear, "_PATCHES_PER_CHANNEL", 0)  # convolutions, not products
+    monkeypatch.setattr(bilinear, "_ENTRIES", 200)
     check(EXAMPLES[name], ("records",) if name == "raw parameters" else ("records", "layers"))
 
 

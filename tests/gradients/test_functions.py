@@ -82,6 +82,7 @@ def gradients(case: str) -> tuple[list[tuple[Tensor, list[Any]]], dict[int, Tens
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_uses_of_a_function_are_the_gradients_of_torch_func(case):
+    """Also those of some records only."""
     listed, exact = gradients(case)
     assert listed
     for param, uses in listed:
@@ -89,14 +90,8 @@ def test_the_uses_of_a_function_are_the_gradients_of_torch_func(case):
         torch.testing.assert_close(found.reshape(N, *param.shape), exact[id(param)])
         norms = ParameterGradients(uses, param.shape).squared_norms()
         torch.testing.assert_close(norms, exact[id(param)].flatten(1).square().sum(1))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_of_some_records_are_theirs_among_all(case):
-    listed, _ = gradients(case)
-    params = [param for param, _ in listed]
     parts = [ParameterGradients(uses, param.shape) for param, uses in listed]
-    whole, some = BookkeptGradients(params, parts, 0.5), torch.tensor([2, 0])
+    whole, some = BookkeptGradients([p for p, _ in listed], parts, 0.5), torch.tensor([2, 0])
     part, weights = whole.of(some), torch.tensor([0.3, -2.0], dtype=torch.float64)
     assert part.count == 2
     torch.testing.assert_close(part.norms(), whole.norms()[some])
@@ -108,9 +103,8 @@ X, W, TABLE = torch.ones(2, 5), torch.ones(4, 5), torch.ones(7, 3)
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "kwargs"),
-    [
+def test_where_no_rule_holds_there_is_none():
+    for name, args, kwargs in (
         ("linear", (X, W[0]), {}),
         ("linear", (X, W, torch.ones(1)), {}),
         ("linear", (X.to(torch.cfloat), W.to(torch.cfloat)), {}),
@@ -128,10 +122,8 @@ TOKENS = torch.zeros(2, 3, dtype=torch.long)
         ("group_norm", (X, 1), {}),
         ("instance_norm", (X, torch.ones(5), torch.ones(5), W[0]), {}),
         ("instance_norm", (X, None, None, W[0], None, False), {}),
-    ],
-)
-def test_where_no_rule_holds_there_is_none(name, args, kwargs):
-    assert FUNCTIONS[name](*args, **kwargs) is None
+    ):
+        assert FUNCTIONS[name](*args, **kwargs) is None
 
 
 def test_the_rules_are_those_of_the_layers():

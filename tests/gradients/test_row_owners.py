@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lightning_dp import rows_of_records
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.gradients.batches import folding_in_force
 from lightning_dp.gradients.layer_calls import LayerCalls
-from lightning_dp.gradients.row_owners import folding_in_force
 
 RECORDS = 4
 OWNERS = torch.tensor([3, 0, 0, 3, 3, 0, 2, 3])  # one record without a row, in no order
