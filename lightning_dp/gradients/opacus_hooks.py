@@ -135,7 +135,7 @@ class OpacusHooks(AbstractGradientEngine):
             opacus.is_live, opacus.kept = False, _copied(opacus.fresh)
 
     def _checked(self, found: Mapping[str, tuple[Any, Any]], scale: float) -> MaterialisedGradients:
-        """Return the rows of each parameter, beside which its ordinary gradient is."""
+        """Return the rows, whose means must be the ordinary gradients."""
         used = {name: pair for name, pair in found.items() if pair[1] is not None}
         if missing := [name for name, (rows, _) in used.items() if not isinstance(rows, Tensor)]:
             raise UncoveredParameterError(missing)
