@@ -134,7 +134,7 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
     (cut_line, r"knows less than the checkpoint.*recover_journal"),
     (keep_the_header, r"knows less than the checkpoint.*recover_journal"),
     (cut_byte_in_the_middle, "is damaged"),
-    (change_a_digit, "is damaged: line 2 fails its checksum"),
+    (change_a_digit, "is damaged: line 3 fails its checksum"),
     (drop_a_line, "is damaged before line 5"),
     (empty, "is empty"),
     (Path.unlink, r"is missing.*ledger_dir.*recover_journal\(checkpoint_path, directory"),
