@@ -3,7 +3,7 @@
     python benchmarks/models_that_work.py [--families language ...] [--models GPT-2 ...]
     python benchmarks/models_that_work.py --only error          # a few minutes
     python benchmarks/models_that_work.py --record              # keeps what it finds
-    python benchmarks/models_that_work.py --print               # what was kept, as in docs/models.md
+    python benchmarks/models_that_work.py --print               # what was kept: models_that_work.md
 
 Models are random and small, of the libraries that are installed (the extra "models"). The error is
 that of zoo/oracle.py. A step is forward, backward, clipping, noise and SGD of 128 records (of 32, for

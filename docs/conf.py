@@ -41,6 +41,7 @@ nitpick_ignore_regex = [
         r"lightning_dp\.(_\w+\.\w+|run\.PrivateRun|gradients\.batches\.\w+)",
     ),  # of no use outside
     ("py:class", r"lightning_dp\.accounting\.(steps|external)\.\w+"),
+    ("py:class", r"lightning_dp\.accounting\.(events\.AbstractExternal|_pmf\.Node)"),
     ("py:class", r"lightning_dp\.report\.content\.\w+"),  # types of its arguments
     (
         "py:class",

@@ -184,7 +184,7 @@ print(f"claimed: ε = {epsilon_text(honest.epsilon)}, shown: ε >= {mistaken.low
 assert mistaken.lower_bound > honest.epsilon
 
 # %% [markdown]
-# The claim is refuted. [Auditing](../auditing.md) does this with your model and your data loader. An
+# The claim is refuted. [An audit](../isolation.md#audit-a-run) does this with your model and data. An
 # audit is one more training on the records, so use public ones, or count it.
 #
 # ## What ε does not promise
@@ -202,4 +202,4 @@ for k in (1, 2, 6):  # records that move the number together
 # - **It is about what is released**: the weights and the gradients with noise. A `train_loss` that you
 #   publish is not covered. [What ε means here](../epsilon.md) has the whole list.
 # - **It adds up.** Two trainings on the same records cost more than one
-#   ([searching](../searching.md)).
+#   ([searching](../planning.md#searching-for-hyper-parameters)).

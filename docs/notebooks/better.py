@@ -6,7 +6,7 @@
 # first line to the last. Half a minute on two cores, no download.
 #
 # We search on scikit-learn's digits and act as if they were public: a *rehearsal*. On private
-# records every trial costs ([how much](../searching.md)).
+# records every trial costs ([how much](../planning.md#searching-for-hyper-parameters)).
 
 # %%
 import logging
@@ -176,5 +176,5 @@ assert results["features as well"] > 0.88
 # 3. Do not learn from private data what can be had without: features, pre-trained weights, adapters.
 #
 # The clip norm comes after these three. What else there is:
-# [Choosing a method](../choosing.md). Next:
+# [Choosing a method](../recipes.md#choosing-a-method). Next:
 # [What ε means: attack it yourself](attack.ipynb).

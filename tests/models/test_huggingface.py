@@ -306,10 +306,10 @@ def test_the_snippets_of_the_page_run(tokenizer, texts, tmp_path, monkeypatch, c
     tokenizer.save_pretrained("gpt2")
     gpt2().save_pretrained("gpt2")
     names: dict[str, Any] = {"texts": texts}
-    page = (ROOT / "docs/huggingface.md").read_text("utf-8")
+    page = (ROOT / "docs/models.md").read_text("utf-8").partition("\n## Hugging Face\n")[2]
 
     for snippet in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
-        exec(compile(snippet, "huggingface.md", "exec"), names)
+        exec(compile(snippet, "models.md", "exec"), names)
 
     assert 0 < names["privacy"].epsilon <= 8
     printed = capsys.readouterr().out

@@ -47,11 +47,11 @@ def root() -> Path:
 
 
 @pytest.fixture
-def blocks() -> Callable[[str, str], list[str]]:
-    """The code blocks of a language in a document."""
+def blocks() -> Callable[..., list[str]]:
+    """The code blocks of a language in a document, or in its beginning up to a line."""
 
-    def find(document: str, language: str) -> list[str]:
-        text = (ROOT / document).read_text(encoding="utf-8")
+    def find(document: str, language: str, *, until: str = "\0") -> list[str]:
+        text = (ROOT / document).read_text(encoding="utf-8").partition(f"\n{until}\n")[0]
         return re.findall(rf"^ *```{language}\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
 
     return find

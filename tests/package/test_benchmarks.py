@@ -32,3 +32,11 @@ def test_it_runs(script, root):
     assert any(
         word in done.stdout for word in ("goal", "MiB", "ns a value", "ratio", "ms a record")
     )
+
+
+def test_the_table_of_models_is_that_of_the_kept_runs(root):
+    """Else: python benchmarks/models_that_work.py --print, all but its last line."""
+    command = [sys.executable, root / "benchmarks/models_that_work.py", "--print"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    table = (root / "benchmarks/models_that_work.md").read_text("utf-8")
+    assert printed.rpartition("\n\n")[0].strip() == table.strip()

@@ -156,13 +156,13 @@ def test_the_annex_computes_what_page_one_says(folder, texts, monkeypatch):
 
 
 def test_the_page_about_reports_leads_to_them(folder, texts):
-    page = (folder.parent / "report.md").read_text("utf-8")
+    page = (folder.parent / "epsilon.md").read_text("utf-8")
     assert [name for name in texts if f"(reports/{name})" not in page] == []
 
 
 def test_the_page_about_reports_shows_the_short_form(folder):
     """Else: print(read_report(...)) of the run in docs/reports."""
     (path,) = folder.glob(PATTERN)
-    page = (folder.parent / "report.md").read_text("utf-8")
+    page = (folder.parent / "epsilon.md").read_text("utf-8")
     assert f"```text\n{read_report(path)}\n```" in page
     assert len(str(read_report(path)).splitlines()) == 9
