@@ -193,8 +193,9 @@ class Check:
     def _settle(self, anyone: Callable[[bool], bool], attempts: int) -> Outcome:
         first = self._first
         is_open = first is not None and bool(self._seen(first))
-        if anyone(is_open):
-            is_open = is_open and first is not None and self._is_suspect(first)
+        if anyone(is_open):  # all ranks make the same runs: a model may wait for the others in them
+            is_suspect = first is not None and self._is_suspect(first)
+            is_open = is_open and is_suspect
         for attempt in range(1, attempts + 1):
             if not anyone(is_open):
                 break

@@ -269,7 +269,8 @@ class IsolationWatch:
             partial(self._schedule.kept, number, look, len(samples)),
             self._twins,
         )
-        self._check.follow_step(args[0])
+        if self._world.size == 1:  # ranks might differ in whether the step can stand for a run
+            self._check.follow_step(args[0])
         self._step.look = None if self._check.step is None else self._check.step.after_backward
 
     def _note_changes(self) -> None:

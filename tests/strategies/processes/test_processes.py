@@ -410,7 +410,7 @@ def test_a_journal_that_rank_0_misses_ends_the_job_before_any_step(tmp_path):
         ("voided", "Skips gave no gradient"),
         ("voided_apart", "the ranks diverged"),
         ("edited", "is not what was released"),
-        ("mixed", "found by a spot check"),
+        ("mixed", "exchanged for others"),
     ],
 )
 def test_what_one_rank_finds_in_its_records_ends_both_ranks(tmp_path, scenario, message):
