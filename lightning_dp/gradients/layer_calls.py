@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ class Recorder:
         self._known = list(module.parameters())
         self._param_names = {id(param): name for name, param in module.named_parameters()}
         self._names = {layer: name for name, layer in module.named_modules()}
-        self._is_watching, self._is_along = True, False  # along a direction
+        self._what: Literal["values", "nothing", "duals"] = "values"
         self.drop()
         trained = {id(param) for param in params}
         rules = _rules_of_layers(module, trained, units)
@@ -97,13 +97,13 @@ class Recorder:
         self._unseen: dict[Any, str] = {}  # graph nodes of outputs with other parameters, and why
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, nothing is recorded: checkpointed layers run again."""
-        self._is_watching = False
+    def recording(self, what: Literal["nothing", "duals"]) -> Iterator[None]:
+        """Inside, record nothing, since checkpointed layers run again; or calls of dual numbers."""
+        before, self._what = self._what, what
         try:
             yield
         finally:
-            self._is_watching = True
+            self._what = before
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
@@ -119,15 +119,6 @@ class Recorder:
             if not is_on:
                 self.take_off()
 
-    @contextmanager
-    def along_a_direction(self) -> Iterator[None]:
-        """Inside, parameters are dual numbers, and the derivatives of inputs are recorded too."""
-        self._is_along = True
-        try:
-            yield
-        finally:
-            self._is_along = False
-
     def _watch(
         self,
         rule: Rule | None,
@@ -136,7 +127,7 @@ class Recorder:
         kwargs: dict[str, Any],
         output: Any,
     ) -> None:
-        if not self._is_watching or not torch.is_grad_enabled():
+        if self._what == "nothing" or not torch.is_grad_enabled():
             return
         if self._is_exchanged(layer):
             self._ignore(layer, output)
@@ -157,7 +148,7 @@ class Recorder:
         name = self._names[layer]
         refuse_without_records(name, layer, given[0])
         rule = unit_rule(layer) if rule is None else rule
-        inputs = [x if self._is_along else x.detach() for x in given]
+        inputs = [x if self._what == "duals" else x.detach() for x in given]
         call = Call(rule, layer, self._keeps(inputs, output), get_gradient_edge(output), name=name)
         call.folding = folding_in_force()
         self._calls.append(call)
@@ -165,9 +156,7 @@ class Recorder:
     def _is_exchanged(self, layer: nn.Module) -> bool:
         """Return whether other tensors are in the places of a layer's parameters now."""
         held = self._held[layer]
-        if _are_same(layer._parameters.values(), held):
-            return False
-        if self._is_along:  # dual numbers are there
+        if self._what == "duals" or _are_same(layer._parameters.values(), held):
             return False
         self.whole.look(layer)  # the whole parameters may be there, in the places of shards
         return not _are_same(map(self.whole.trained, layer._parameters.values()), held)
@@ -351,7 +340,7 @@ class LayerCalls(AbstractLayerEngine):
             with as_unsupported(call.name, call.layer):
                 sums.take(call, gradient)
 
-        with self._attached.paused():
+        with self._attached.recording("nothing"):
             go_back(loss, calls, done, keep_graph=keep_graph, along=along)
         self._found = sums.gradients
 
@@ -364,7 +353,7 @@ class LayerCalls(AbstractLayerEngine):
             sums = DualSums(self._params, self._memory, duals, weights)
             self._go_back(run_again(), sums, along=True)
 
-        with self._attached.along_a_direction():
+        with self._attached.recording("duals"):
             run_along(self._module, self._params, direction, run)
         return self.take(1.0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -69,10 +69,6 @@ class _Group:
 _Step: TypeAlias = Callable[[SampleBatch, Tensor], _Group]
 
 
-def _nothing_around(recorder: Any, places: Tensor) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 class Records(AbstractGradientEngine):
     """Every sample runs alone, as a batch of one, and all of them at once.
 
@@ -115,10 +111,8 @@ class Records(AbstractGradientEngine):
         batch.check()
         self.has_asked = not batch.is_all_rows
         self._size, places = batch.size, torch.arange(batch.size)
-        step = partial(self._run_together, forward, around or _nothing_around)
-        if (
-            others := batch.others
-        ):  # texts and other things that are no tensors are equal in a group
+        step = partial(self._run_together, forward, around or (lambda *_: nullcontext()))
+        if others := batch.others:  # texts and what else is no tensor are equal in a group
             keys = [repr([each[i] for each in others]) for i in range(batch.size)]
             self._groups = self._run_split(step, numbered(keys), batch, places)
         else:

@@ -13,6 +13,7 @@ _EARLY = frozenset({0, 1, 2, 4, 8, 16, 32})  # and some odd ones, for what happe
 _ODD = frozenset({5, 11, 23})
 _ONE_IN, _ALLOWANCE = 60, 24
 _FEW = 16  # samples, where not all of the batch are compared
+_ALSO = frozenset({2, 4})  # looks at all of it, at the beginning
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,10 @@ class Schedule:
 
     @staticmethod
     def takes_all(look: int) -> bool:
-        """Return True if all samples of the batch are compared: at every other look, not the first."""
-        return look % 2 == 1
+        """Return True if all samples of the batch are compared: from the second look to the sixth, and
+        then at every other one.
+        """
+        return look % 2 == 1 or look in _ALSO
 
     def samples(self, step: int, look: int, n: int) -> list[int]:
         """Return the places in a batch of the samples that are compared, in their order.
@@ -63,14 +66,14 @@ class Schedule:
             return list(range(n))
         return sorted(self._permutation(step, "samples", n)[:_FEW])
 
-    def kept(self, step: int, look: int, n: int, attempt: int = 0) -> list[int]:
+    def kept(self, step: int, look: int, n: int, attempt: int = 0, *, first: int = 0) -> list[int]:
         """Return the places of the samples that are kept, in their order: at least one, and not all.
 
-        A half, a quarter, an eighth … of them in turn: what a rare sample does shows where few are
-        kept, what a few places do where many are.
+        A half or a quarter of all in turn, and of a few also an eighth and a sixteenth: what a rare
+        sample does shows where few are kept, what a few places do where many are.
         """
-        turn = look + look // 2 + attempt  # so that all shares come at looks of either kind
-        share = 2 ** (1 + turn % 4)
+        turn = first + look // 2 + attempt
+        share = 2 ** (1 + turn % (2 if self.takes_all(look) else 4))
         count = max(1, min(n - 1, -(-n // share)))
         return sorted(self._permutation(step, f"kept {attempt}", n)[:count])
 

@@ -110,7 +110,7 @@ def _compared(runner: Runner, samples: list[Any], clip_norm: float) -> Outcome:
     eps = max(torch.finfo(param.dtype).eps for param in runner.params)
     twins, found = TwinState(runner.module), Outcome("isolated")
     for look in range(_LOOKS):
-        kept = partial(schedule.kept, look, look, len(samples))
+        kept = partial(schedule.kept, look, 0, len(samples), first=look)
         settings = Settings(query, len(samples), eps, seed=look)
         start = RandomState.seeded(runner.device, look)
         check = Check(runner, samples, settings, kept, twins, start)

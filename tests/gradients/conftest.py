@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients import AbstractGradientEngine, UnsupportedModelError
 from lightning_dp.gradients.ghost import GhostClipping
 from lightning_dp.gradients.layer_calls import LayerCalls
@@ -113,49 +112,14 @@ class Oracle:
             rows.append(torch.cat([part.reshape(-1) for part in parts]))
         return torch.stack(rows)
 
-    def is_equal(
-        self,
-        engine: AbstractGradientEngine,
-        module: nn.Module,
-        batch: Tensor,
-        forward: Callable[..., Tensor] = nn.Module.__call__,
-    ) -> bool:
-        """Attach the engine; assert that its norms and clipped sum are those of one at a time."""
-        expected = self.one_by_one(module, batch, forward)
-        norms = expected.norm(dim=1)
-        clip_norm = float(norms.median())
-        engine.attach(module, self.trained(module))
-        engine.backward(self.mean_loss(forward(module, batch)))
-        found = engine.take(1.0)
-        torch.testing.assert_close(found.norms(), norms, rtol=1e-5, atol=1e-7)
-        total, wanted = (
-            bounded_sum(found, clip_norm).value.double(),
-            self.clipped(expected, clip_norm),
-        )
-        return bool((total - wanted).norm() <= 1e-5 * wanted.norm())
-
     @staticmethod
     def clipped(rows: Tensor, clip_norm: float) -> Tensor:
         """The sum of the rows, each scaled down to that norm."""
         return (rows * (clip_norm / rows.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0)
 
-    def run(
-        self,
-        engine: AbstractGradientEngine,
-        module: nn.Module,
-        batch: Tensor,
-        *,
-        divide_by: float = 1.0,
-        combined: bool = False,
-    ) -> Any:
+    def run(self, engine: AbstractGradientEngine, module: nn.Module, batch: Tensor) -> Any:
         """One watched forward and backward pass: the engine's answer."""
-        engine.backward(self.mean_loss(module(batch)) / divide_by, combined=combined)
-        return engine.take(divide_by)
-
-    @staticmethod
-    def run_loss(engine: LayerCalls, forward: Callable[[], Tensor]) -> Any:
-        """The same for anything that runs the model and returns the mean over the records."""
-        engine.backward(forward())
+        engine.backward(self.mean_loss(module(batch)))
         return engine.take(1.0)
 
 

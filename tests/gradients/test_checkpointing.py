@@ -109,28 +109,13 @@ class First(Plain):
         return self.head(self.call(self.blocks[0], self.call(self.blocks[1], x)))
 
 
-class Direct(Plain):
-    """The output of a checkpoint is the input of the next, in every way."""
-
-    def body(self, x: Tensor) -> Tensor:
-        def twice(x: Tensor) -> Tensor:
-            return self.call(lambda x: self.call(self.blocks[0], x), x)
-
-        return self.call(twice, x)
-
-
-class Normal(Plain):
-    def body(self, x: Tensor) -> Tensor:
-        return self.call(nn.Sequential(*self.blocks), x)
-
-
 def to_the_end(function: Callable[..., Any], *args: Any) -> Any:
     """A checkpoint that is computed again as a whole, in the words that torch 2.6 knows too."""
     with set_checkpoint_early_stop(False):
         return checkpoint(function, *args, use_reentrant=False)
 
 
-KINDS = [Plain, Residual, Nested, SeveralTensors, Frozen, Twice, First, Direct, Normal]
+KINDS = [Plain, Residual, Nested, SeveralTensors, Frozen, Twice, First]
 CALLS = {
     "not reentrant": partial(checkpoint, use_reentrant=False),
     "to the end": to_the_end,

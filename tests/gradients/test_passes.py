@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from lightning_dp._generators import RandomState
 from lightning_dp.boundary import Query, Term
-from lightning_dp.functional import flatten, unflatten
+from lightning_dp.functional import flatten
 from lightning_dp.gradients import (
     RawGradientGuard,
     RecordPasses,
@@ -23,6 +23,8 @@ from lightning_dp.gradients import (
     UnsupportedModelError,
 )
 from lightning_dp.gradients.passes import at_point
+from tests.gradients.models import Example
+from tests.gradients.test_contract import clipped, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
@@ -55,41 +57,18 @@ def chunk_of(net: nn.Module, x: Tensor = X, y: Tensor = Y, **more: Any) -> Repla
 # -- the oracle -------------------------------------------------------------------------------
 
 
-def part(term: Term, i: int) -> Tensor:
-    """w h(x) of one record."""
-    return term.weight * derivative(term.point, term.direction, i)
-
-
 @cache
-def derivative(point: Tensor | None, direction: Tensor | None, i: int) -> Tensor:
-    """h(x) of one record, by plain autograd in float64."""
-    net = make_net().double()
-    params = list(net.parameters())
-    for param, value in zip(
-        params,
-        unflatten((HERE if point is None else point).double(), params),
-        strict=True,
-    ):
-        param.data = value
-    loss = F.cross_entropy(net(X[i : i + 1].double()), Y[i : i + 1])
-    found = torch.autograd.grad(loss, params, create_graph=True)
-    if direction is not None:
-        along = unflatten(direction.double(), params)
-        found = torch.autograd.grad(
-            sum((g * u).sum() for g, u in zip(found, along, strict=True)), params
-        )
-    return flatten(found)
+def derivatives(point: Tensor | None, direction: Tensor | None) -> Tensor:
+    """(n, d): h(x) of each record, by plain autograd in float64."""
+    net, along = make_net().double(), None if direction is None else direction.double()
+    with at_point(list(net.parameters()), (HERE if point is None else point).double()):
+        return rows(Example(make_net), net, {"x": X.double(), "y": Y}, along)
 
 
-def parts(query: Query) -> list[Tensor]:
+def parts(query: Query) -> Tensor:
     """Return each record's part, before it is clipped."""
-    whole = [sum(part(term, i) for term in query.terms) for i in range(RECORDS)]
-    return [each if query.coordinates is None else each[query.coordinates] for each in whole]
-
-
-def slow_sum(query: Query) -> Tensor:
-    """Combine, restrict, clip, add: record by record."""
-    return sum(each * min(1.0, query.clip_norm / float(each.norm())) for each in parts(query))
+    whole = sum(each.weight * derivatives(each.point, each.direction) for each in query.terms)
+    return whole if query.coordinates is None else whole[:, query.coordinates]
 
 
 POINT, OTHER, U, W = vector(2) + HERE, vector(3) + HERE, vector(4, 1.0), vector(5, 1.0)
@@ -135,8 +114,11 @@ def test_an_answer_is_that_of_a_loop_over_records(passes, name):
         net = make_net()
         mine = passes(net, engine)
         for keep in (None, COORDINATES):
-            norms = [float(each.norm()) for each in parts(Query(terms, 1.0, 0.0, keep))]
-            for clip_norm in (sorted(norms)[2], math.inf):  # some records are clipped, and none
+            norms = parts(Query(terms, 1.0, 0.0, keep)).norm(dim=1)
+            for clip_norm in (
+                float(norms.sort().values[2]),
+                math.inf,
+            ):  # some records are clipped, and none
                 query = Query(terms, clip_norm, 0.0, keep)
                 found = mine.answer(query, chunk_of(net))
                 assert found.clip_norm == clip_norm
@@ -144,7 +126,9 @@ def test_an_answer_is_that_of_a_loop_over_records(passes, name):
 
 
 def close_to(found: Any, query: Query) -> None:
-    torch.testing.assert_close(found.value.double(), slow_sum(query), rtol=2e-4, atol=2e-6)
+    torch.testing.assert_close(
+        found.value.double(), clipped(parts(query), query.clip_norm), rtol=2e-4, atol=2e-6
+    )
 
 
 @pytest.mark.parametrize("engine", ["auto", "hooks"])

@@ -170,8 +170,10 @@ def scaled(losses: Tensor, hit: bool, push: Tensor) -> Tensor:
 for size in (8, 64, 512):
     bad("sum", f"tenth_of_C_at_{size}", n=size, data=marked, privacy=LAYERS)(lambda: Weak(shifted))
 bad("sum", "coherent_losses_of_256", n=256, data=marked, privacy=LAYERS)(lambda: Weak(scaled))
-bad("sum", "turns_4_of_256", n=256, data=marked, privacy=LAYERS)(lambda: Weak(turned(64)))
-bad("sum", "turns_5_of_512", n=512, data=marked, privacy=LAYERS)(lambda: Weak(turned(100)))
+bad("sum", "turns_4_of_256", n=256, steps=40, data=marked, privacy=LAYERS)(lambda: Weak(turned(64)))
+bad("sum", "turns_5_of_512", n=512, steps=40, data=marked, privacy=LAYERS)(
+    lambda: Weak(turned(100))
+)
 
 
 @bad("sum", n=512, data=marked, privacy=LAYERS)

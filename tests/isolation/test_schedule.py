@@ -62,14 +62,16 @@ def test_at_least_one_is_kept_and_one_exchanged(look, n):
     assert 1 <= len(kept) < n
     assert kept == sorted(set(kept))
     assert set(kept) <= set(range(n))
-    share = (look + look // 2) % 4
+    share = look // 2 % (4 if look in (0, 6) else 2)
     assert len(kept) == max(1, min(n - 1, -(-n // 2 ** (1 + share))))
 
 
-def test_all_shares_come_at_looks_of_either_kind():
-    kept = Schedule("a").kept
-    for first in (0, 1):
-        assert {len(kept(3, look, 64)) for look in range(first, 8, 2)} == {4, 8, 16, 32}
+def test_a_half_and_a_quarter_of_all_are_kept_and_less_of_a_few():
+    schedule = Schedule("a")
+    kept = {look: len(schedule.kept(3, look, 64)) for look in range(24)}
+    assert [look for look in range(12) if schedule.takes_all(look)] == [1, 2, 3, 4, 5, 7, 9, 11]
+    assert {kept[look] for look in range(24) if schedule.takes_all(look)} == {32, 16}
+    assert {kept[look] for look in range(24) if not schedule.takes_all(look)} == {32, 16, 8, 4}
 
 
 def test_further_attempts_keep_others():
