@@ -70,12 +70,15 @@ class Schedule:
         """Return the places of the samples that are kept, in their order: at least one, and not all.
 
         A half or a quarter of all in turn, and of a few also an eighth and a sixteenth: what a rare
-        sample does shows where few are kept, what a few places do where many are.
+        sample does shows where few are kept, what a few places do where many are. Of the first and the
+        last place, of which a module may keep something, one is exchanged each time, in turn.
         """
         turn = first + look // 2 + attempt
         share = 2 ** (1 + turn % (2 if self.takes_all(look) else 4))
         count = max(1, min(n - 1, -(-n // share)))
-        return sorted(self._permutation(step, f"kept {attempt}", n)[:count])
+        places = self._permutation(step, f"kept {attempt}", n)
+        places.remove(0 if (look + first + attempt) % 2 == 0 else n - 1)
+        return sorted(places[:count])
 
     def _permutation(self, step: int, what: str, n: int) -> list[int]:
         generator = torch.Generator().manual_seed(self._number(step, what))

@@ -74,6 +74,14 @@ def test_a_half_and_a_quarter_of_all_are_kept_and_less_of_a_few():
     assert {kept[look] for look in range(24) if not schedule.takes_all(look)} == {32, 16, 8, 4}
 
 
+def test_the_first_and_the_last_place_are_exchanged_in_turn():
+    kept = [Schedule("a").kept(step, step, 16) for step in range(40)]
+    assert all(0 not in places for places in kept[::2])
+    assert all(15 not in places for places in kept[1::2])
+    assert any(0 in places for places in kept)
+    assert any(15 in places for places in kept)
+
+
 def test_further_attempts_keep_others():
     kept = {tuple(Schedule("a").kept(3, 0, 16, attempt)) for attempt in range(6)}
     assert len(kept) == 6

@@ -468,7 +468,8 @@ def test_a_comparison_leaves_no_trace(fit, engine):
 
     (seen, looks), (plain, none) = trajectory(True), trajectory(False)
 
-    assert (looks, none) == (3, 0)
+    assert looks in (3, 4)  # one step in sixty is due besides
+    assert none == 0
     assert seen == plain
 
 
