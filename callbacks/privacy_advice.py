@@ -31,9 +31,9 @@ class PrivacyAdvice(PrivacyCallback):
     def on_privacy_end(self, trainer: Trainer, run: PrivateRun) -> None:
         from lightning_dp.plan.advice import after
 
-        signal = run.signal
         if not _is_wanted(trainer, run) or run.voided is not None:
             return
+        signal = run.signal
         if run.setting is not None and signal is not None:
             _print(after(run.setting, signal))
 

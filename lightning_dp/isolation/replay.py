@@ -142,8 +142,8 @@ class StepAsRun:
         run.written = self._writes.names()
 
     def after_backward(self, gradients: AbstractPerSampleGradients) -> None:
-        """Look at the gradients, which stay as they are."""
-        if isinstance(gradients, BookkeptGradients):
+        """Look at the gradients, which stay as they are; if there are others than the records', not."""
+        if isinstance(gradients, BookkeptGradients) and gradients.count == self.run.size:
             self.run.gradients = self._look(gradients)
 
 

@@ -377,11 +377,11 @@ class IsolationWatch:
             return
         try:
             check.look()
-        except UnsupportedModelError as error:
-            if not self._step.one_record:  # then each record is on its way alone
-                self._step.note(without_alone(error.text))
-        except Exception as error:  # of the user's code
+        except Exception as error:  # of the user's code, or ours about it
             check.not_compared = type(error).__name__
+            # Where each record is on its way alone, what the whole batch does is of no matter.
+            if isinstance(error, UnsupportedModelError) and not self._step.one_record:
+                self._step.note(without_alone(error.text))
         found = check.settle(anyone)
         self._count(found)
         if found.kind == "isolated":

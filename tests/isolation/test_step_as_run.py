@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dp import FullBatch
+from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
 
 N = 64
@@ -82,3 +83,18 @@ def test_records_that_cannot_be_read_twice_run_on_their_own(runs_of_step_1):
 def test_what_only_the_whole_batch_shows_is_refused(runs_of_step_1):
     with pytest.raises(Exception, match="exchanged for others"):
         runs_of_step_1(Model(lambda x, loss: loss * (3 * x.mean() if len(x) == N else 1)))
+
+
+class Drops(Model):
+    """Leaves records out at the second step."""
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == 1:
+            left = batch[0][:, 0] > batch[0][:, 0].median()
+            batch = [each[left] for each in batch]
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_with_other_rows_than_records_is_voided_as_ever(runs_of_step_1):
+    with pytest.raises(VoidedRunError, match="rows"):
+        runs_of_step_1(Drops(), loss_graph_check=False)
