@@ -23,6 +23,7 @@ from lightning_dp.boundary import BoundedSum, Pass, Query, Release, Term, add_no
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.materialised import MaterialisedGradients
+from tests.zoo import random_gradients
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf])
@@ -208,21 +209,6 @@ def test_a_constructor_call_would_be_found():
 
 
 # -- clipping: what bounds a record's influence, against a slow loop in float64 ------------------
-
-
-SHAPES = ((3, 4), (5,), (2, 2, 2))
-
-
-def random_gradients(records: int, *, seed: int = 0, spread: float = 3.0) -> list[Tensor]:
-    """One (records, *shape) tensor per shape; record norms on both sides of 1."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = torch.logspace(-spread, spread, records, base=2.0)
-    return [
-        torch.randn(records, *shape, generator=generator)
-        * sizes.view(-1, *[1] * len(shape))
-        / math.sqrt(25)
-        for shape in SHAPES
-    ]
 
 
 def params_like(gradients: list[Tensor]) -> list[Tensor]:

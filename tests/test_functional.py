@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_dp import functional as smoothing
 from lightning_dp.functional import (
@@ -17,21 +16,7 @@ from lightning_dp.functional import (
     per_sample_norms,
     unflatten,
 )
-
-SHAPES = ((3, 4), (5,), (2, 2, 2))
-
-
-def random_gradients(records: int, *, seed: int = 0, spread: float = 3.0) -> list[Tensor]:
-    """One (records, *shape) tensor per shape; record norms on both sides of 1."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = torch.logspace(-spread, spread, records, base=2.0)
-    return [
-        torch.randn(records, *shape, generator=generator)
-        * sizes.view(-1, *[1] * len(shape))
-        / math.sqrt(25)
-        for shape in SHAPES
-    ]
-
+from tests.zoo import random_gradients
 
 # -- norms ---------------------------------------------------------------------------------------
 

@@ -91,3 +91,18 @@ class WholeSet(AbstractSampling):
 
     def event(self, noise_multiplier: float, sample_rate: float) -> AbstractEvent:
         return Gaussian(noise_multiplier)
+
+
+SHAPES = ((3, 4), (5,), (2, 2, 2))
+
+
+def random_gradients(records: int, *, seed: int = 0, spread: float = 3.0) -> list[Tensor]:
+    """One (records, *shape) tensor per shape; record norms on both sides of 1."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.logspace(-spread, spread, records, base=2.0)
+    return [
+        torch.randn(records, *shape, generator=generator)
+        * sizes.view(-1, *[1] * len(shape))
+        / math.sqrt(25)
+        for shape in SHAPES
+    ]

@@ -30,7 +30,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class World:
-    """What clients and the network are like; times in seconds.
+    """Speeds of clients and of the network; times in seconds.
 
     Args:
         num_clients: n.

@@ -132,7 +132,7 @@ def plain_cell(
 
 
 def lag_part(options: argparse.Namespace) -> None:
-    """How far clients may be ahead, with constant sizes."""
+    """Print losses by the lag that clients may have, with constant sizes."""
     print("\n## Lag d, a9a, strongly convex, constant sizes, η = 0.0025\n")
     print("| d | " + " | ".join(f"s = {s}" for s in SIZES[:3]) + " |")
     print("| --- | --- | --- | --- |")

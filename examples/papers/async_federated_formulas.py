@@ -1,4 +1,4 @@
-"""How the asynchronous paper chooses its parameters; for comparison with what the accountant says."""
+"""Parameter choices of the asynchronous paper, for comparison with the accountant's ε."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def paper_r0(sigma: float, power: float = 1.0) -> float:
 
 @dataclass(frozen=True)
 class PaperSelection:
-    """What Theorem D.3 chooses for one client.
+    """Parameters by Theorem D.3 for one client.
 
     Args:
         initial_size: s_0.

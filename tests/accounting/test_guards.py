@@ -107,7 +107,7 @@ def test_rdp_is_never_looser_than_its_order_and_hardly_tighter_than_all_orders(
 
 
 def steps_that_fit(folder: Path, planned: int, **options: Any) -> tuple[int, PrivateRun]:
-    """How many of the planned steps a guard lets pass if the noise is the one expected."""
+    """Return the number of planned steps that a guard lets pass if the noise is the one expected."""
     run = PrivateRun(PrivacyConfig(noise_schedule=ByNorm(), target_delta=DELTA, **options))
     run.use_batches(BatchPlan(10_000, 0.01, 1, 100))
     run.start(planned, World(), folder)

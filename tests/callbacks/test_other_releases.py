@@ -1,4 +1,4 @@
-"""What others released, through a real fit: durable, in the budget, named in the report, resumed."""
+"""Other releases of the data in a real fit: durable, in the budget, in the report, resumed."""
 
 from __future__ import annotations
 

@@ -244,6 +244,13 @@ def plain_update(kind: str, before: dict[str, Tensor], x: Tensor, z: Tensor) -> 
     return model.state_dict()
 
 
+def check_updates(model: Any) -> None:
+    """Compare the weights after each step with those of the obvious loop."""
+    for (kind, *step), after in zip(model.steps, model.after, strict=True):
+        for name, expected in plain_update(kind, *step).items():
+            torch.testing.assert_close(after[name], expected, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     ("engine", "order", "toggles"),
     [
@@ -259,9 +266,7 @@ def test_each_step_is_that_of_the_obvious_loop(engine, order, toggles, fit):
     fit(model, noise_multiplier=0.0, max_grad_norm=0.3, engine=engine, seed=3)
 
     assert [kind for kind, *_ in model.steps] == [*order] * 4
-    for (kind, *step), after in zip(model.steps, model.after, strict=True):
-        for name, expected in plain_update(kind, *step).items():
-            torch.testing.assert_close(after[name], expected, rtol=1e-5, atol=1e-7)
+    check_updates(model)
 
 
 class Tutorial(Watched):
@@ -289,9 +294,7 @@ def test_two_backward_passes_for_the_private_optimizer_are_one_gradient_per_reco
 
     fit(model, noise_multiplier=0.0, max_grad_norm=0.3, seed=3)
 
-    for (kind, *step), after in zip(model.steps, model.after, strict=True):
-        for name, expected in plain_update(kind, *step).items():
-            torch.testing.assert_close(after[name], expected, rtol=1e-5, atol=1e-7)
+    check_updates(model)
 
 
 class Closures(Watched):
@@ -312,9 +315,7 @@ def test_closures(fit):
 
     fit(model, noise_multiplier=0.0, max_grad_norm=0.3, seed=3)
 
-    for (kind, *step), after in zip(model.steps, model.after, strict=True):
-        for name, expected in plain_update(kind, *step).items():
-            torch.testing.assert_close(after[name], expected, rtol=1e-5, atol=1e-7)
+    check_updates(model)
 
 
 def test_the_generators_step_leaves_no_gradient_of_the_discriminator(fit):

@@ -1,4 +1,4 @@
-"""What DIFF2 costs: one budget for two kinds of steps, and nothing for a step that asks nothing."""
+"""The cost of DIFF2: one budget for two kinds of steps, nothing for a step without a query."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def test_resume_from_every_round(fit, tmp_path, estimator):
 @pytest.mark.filterwarnings("ignore:Diff2. the noise")
 @pytest.mark.parametrize("step", [3, 4, 5])
 def test_the_noisy_estimate_is_carried_over(fit, tmp_path, step):
-    """What is in the checkpoint is v with its noise, and the point where it was asked for."""
+    """The checkpoint holds v with its noise, and the point where it was asked for."""
     estimator = Diff2(3, 1.2, 0.5)
     saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
     before = fit(callbacks=(saving,), **options(estimator, noise=1.0)).privacy

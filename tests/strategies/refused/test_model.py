@@ -485,7 +485,8 @@ def test_changing_the_trained_parameters_during_fit_is_refused(
 # -- another package -------------------------------------------------------------------------------
 
 
-def test_a_trainer_of_pytorch_lightning_is_refused(loader, tmp_path, privacy, assert_refused):
+def of_another_package() -> tuple[Any, Any]:
+    """Return pytorch_lightning, and a model of its class."""
     pytorch_lightning = pytest.importorskip("pytorch_lightning")
 
     class Model(pytorch_lightning.LightningModule):  # type: ignore[name-defined, misc]
@@ -499,7 +500,11 @@ def test_a_trainer_of_pytorch_lightning_is_refused(loader, tmp_path, privacy, as
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    model = Model()
+    return pytorch_lightning, Model()
+
+
+def test_a_trainer_of_pytorch_lightning_is_refused(loader, tmp_path, privacy, assert_refused):
+    pytorch_lightning, model = of_another_package()
     trainer = pytorch_lightning.Trainer(
         accelerator="cpu",
         max_epochs=1,
@@ -519,14 +524,8 @@ def test_a_trainer_of_pytorch_lightning_is_refused(loader, tmp_path, privacy, as
 
 
 def test_a_module_of_pytorch_lightning_is_refused(loader, make_trainer, privacy, assert_refused):
-    pytorch_lightning = pytest.importorskip("pytorch_lightning")
-
-    class Model(pytorch_lightning.LightningModule):  # type: ignore[name-defined, misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Linear(6, 3)
-
-    model, trainer = Model(), make_trainer(max_epochs=1, callbacks=[privacy])
+    _, model = of_another_package()
+    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
 
     # Lightning refuses this itself, before any callback is asked.
     assert_refused(
