@@ -1,6 +1,7 @@
 """The cost of one private step, next to the same step without privacy, and next to the peers.
 
     python benchmarks/step.py [--quick] [--models MLP CNN ...] [--check] [--processor]
+    python benchmarks/step.py --rounds 3 --steps 15    # as on the GPU of benchmarks/results.md
 
 Ours and the step without privacy both run through the Trainer; ours with its default engine, and with the
 one that takes least memory (engine="ghost"). The peers (Opacus' four modes, vmap over
@@ -293,19 +294,21 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare with the recorded ratios")
     parser.add_argument("--record", action="store_true", help="record the ratios")
     parser.add_argument("--processor", action="store_true", help="the processor's time")
+    parser.add_argument("--rounds", type=int, help="default: 5, or 3 with --quick")
+    parser.add_argument("--steps", type=int, help="default: 15, or 4 where they are slow")
     arguments = parser.parse_args()
     quiet()
     if arguments.processor:
         by_processor()
     if not arguments.quick:
         after_comparisons()
-    rounds = 3 if arguments.quick else 5
+    rounds = arguments.rounds or (3 if arguments.quick else 5)
     recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
     found, slower = {}, []
     for name in arguments.models:
         model = MODELS[name]
         slow = name in ("transformer", "ResNet")
-        steps = 4 if slow or arguments.quick else 15
+        steps = arguments.steps or (4 if slow or arguments.quick else 15)
         print(f"{name}, batch {model.batch_size}, {named()}")
         times = measure(RUNS, model, steps, rounds)
         for who, values in ratios(times, "without privacy").items():
