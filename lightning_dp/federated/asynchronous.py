@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import reprlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -37,14 +37,11 @@ from lightning_dp.boundary import Query, State, Term
 from lightning_dp.federated.client import Client, PlannedRelease, check_point, draw, noised_sum
 from lightning_dp.federated.ledger import ReleaseLedger, check_budget
 from lightning_dp.federated.protocol import (
-    LOST,
     REFUSED,
     AbstractServer,
-    Form,
     Message,
     MessageError,
     Records,
-    check_records,
     check_start,
     read_reply,
 )
@@ -58,10 +55,10 @@ __all__ = [
     "AsyncPlan",
     "AsyncServer",
     "ClientPrivacy",
-    "ConstantSteps",
     "InverseRootSteps",
     "InverseSteps",
     "PolynomialSizes",
+    "RoundClient",
     "RoundPlan",
     "SampleSizes",
     "StepSizes",
@@ -69,12 +66,6 @@ __all__ = [
 ]
 
 ROUND, UPDATE = "round", "update"
-_NOTE = "note"
-_FORMS = {
-    UPDATE: Form(("round", "counter"), ("update",)),
-    LOST: Form(("round",)),
-    REFUSED: Form(("round",)),
-}
 
 
 # -- sequences that are agreed on before the first round ---------------------------------------
@@ -137,31 +128,19 @@ def rounds_for(sizes: SampleSizes, gradients: float) -> int:
 
 
 @dataclass(frozen=True)
-class ConstantSteps:
-    """η_t = η0 > 0."""
-
-    eta0: float
-
-    def __post_init__(self) -> None:
-        normalise(self, positive, "eta0")
-
-    def __call__(self, t: float) -> float:
-        return self.eta0
-
-
-@dataclass(frozen=True)
-class InverseSteps(ConstantSteps):
-    """η_t = η0 / (1 + β t) with β >= 0, for strongly convex problems.
+class InverseSteps:
+    """η_t = η0 / (1 + β t) with η0 > 0 and β >= 0, for strongly convex problems; 0 is constant.
 
     Example:
         >>> InverseSteps(0.1, beta=0.001)(1000)
         0.05
     """
 
-    beta: float
+    eta0: float
+    beta: float = 0.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        normalise(self, positive, "eta0")
         normalise(self, not_negative, "beta")
 
     def __call__(self, t: float) -> float:
@@ -184,31 +163,27 @@ class InverseRootSteps(InverseSteps):
 # -- the plan ----------------------------------------------------------------------------------
 
 
-class RoundPlan(Protocol):
-    """The public part of a protocol that an :class:`AsyncServer` needs.
+class RoundPlan(ABC):
+    """The public part of a protocol of whole rounds, the same at server and clients.
 
     ``rounds`` is their number T; a client begins round i only when every client has done round
-    i - ``lag``.
+    i - ``lag``. One with a number of ``clients`` is for that number only.
     """
 
-    @property
-    def rounds(self) -> int: ...
+    rounds: int
+    lag: int = 1
 
-    @property
-    def lag(self) -> int: ...
-
-    def check(self, size: int, num_clients: int) -> None:
-        """Raise ValueError unless it is for so many parameters and clients."""
-
+    @abstractmethod
     def update_size(self, size: int) -> int:
-        """Return the length of an update, of ``size`` parameters."""
+        """Return the length of an update, of ``size`` parameters; ValueError if it has no plan."""
 
+    @abstractmethod
     def move(self, point: Tensor, i: int, update: Tensor, client: int) -> Tensor:
         """Return the model, changed by a client's update of round i."""
 
 
 @dataclass(frozen=True)
-class AsyncPlan:
+class AsyncPlan(RoundPlan):
     """The plan that server and clients of asynchronous SGD agree on before round 0.
 
     Args:
@@ -260,23 +235,21 @@ class AsyncPlan:
             return None
         return shared_mask(self.mask_seed, i, size, self.keep)
 
-    def check(self, size: int, num_clients: int) -> None:
-        """Raise ValueError if there are fewer coordinates than are kept."""
-        if self.keep is not None and not self.keep <= size:
-            raise ValueError(f"keep={self.keep} of {size} coordinates.")
+    def update_size(self, size: int) -> int:
+        """Return the length of an update, of ``size`` parameters."""
+        keep = size if self.keep is None else self.keep
+        if not keep <= size:
+            raise ValueError(f"keep={keep} of {size} coordinates.")
+        return keep
 
     def move(self, point: Tensor, i: int, update: Tensor, client: int = 0) -> Tensor:
-        """Return ``point`` - η̄_i U: the move of server and client by any client's update of round i."""
+        """Return ``point`` - η̄_i U, with zeros where U has no entry, scaled by (all / ``keep``)."""
         coordinates = self.coordinates(i, len(point))
         eta = self.step_size(i)
         if coordinates is None:
             return point - eta * update.to(point.dtype)
         scaled = update.to(point.dtype) * (len(point) / len(coordinates))
         return point.index_add(0, coordinates, scaled, alpha=-eta)
-
-    def update_size(self, size: int) -> int:
-        """Return the length of an update, of ``size`` parameters."""
-        return size if self.keep is None else self.keep
 
 
 # -- the client --------------------------------------------------------------------------------
@@ -331,17 +304,44 @@ class ClientPrivacy:
         return callable(self.noise_multiplier) or self.noise_multiplier > 0
 
 
+class RoundClient(Client):
+    """A client of an :class:`AsyncServer`: it makes a whole round at the model that it is sent."""
+
+    kinds: ClassVar[tuple[str, ...]] = (ROUND,)
+
+    plan: RoundPlan
+
+    @abstractmethod
+    def update(
+        self, i: int, point: Tensor, rng: np.random.Generator, source: NoiseSource
+    ) -> Tensor:
+        """Return the update of round i at a model, from the generator of its batch and the noise."""
+
+    def read(self, request: Message) -> PlannedRelease:
+        i, point = request.whole("round"), request.tensor("model")
+        if not i < self.plan.rounds:
+            raise MessageError(f"Round {i} of {self.plan.rounds} was asked for.")
+        check_point(self.records, point)
+        try:
+            self.plan.update_size(len(point))
+        except ValueError as error:
+            raise MessageError(text_of(error)) from None
+
+        def make(rng: np.random.Generator, source: NoiseSource) -> Message:
+            return Message(UPDATE, {"round": i}, {"update": self.update(i, point, rng, source)})
+
+        return PlannedRelease(i, 0, {"round": i}, make)
+
+
 @dataclass(eq=False, repr=False)
-class AsyncClient(Client):
-    r"""In round i: U = Σ clip_C(g(ŵ)) over a Poisson batch, + N(0, (z_i C)² I); ŵ ← ŵ - η̄_i U.
+class AsyncClient(RoundClient):
+    r"""In round i, at the model v̂ that it is sent: U = Σ clip_C(g(v̂)) + N(0, (z_i C)² I).
 
-    The batch has each record with probability q_i = share · s_i / N. All gradients of a round are
-    taken at the model that it began with, so U moves by at most C with one record. (In the paper's
-    listing the model moves after each single gradient inside a round: one record would change
-    all later gradients, and C would bound nothing. It also adds η̄ n where the server subtracts it.)
-
-    Where a request brings no model, ŵ follows from the latest release in the ledger; without one
-    the client replies that it lost it, and is sent it.
+    The sum is over a Poisson batch, which has each record with probability q_i = share · s_i / N.
+    All gradients of a round are taken at one model, so U moves by at most C with one record. (In the
+    paper's listing the model moves after each single gradient inside a round: one record would
+    change all later gradients, and C would bound nothing. There, too, the client moves a copy of
+    the model by its own updates until a new one comes; here every request brings v̂, which has them.)
 
     van Dijk et al. (2020), Algorithm 2.1, with Poisson batches and one model per round.
 
@@ -357,8 +357,6 @@ class AsyncClient(Client):
         ValueError: if a batch would be larger than the data set.
     """
 
-    kinds: ClassVar[tuple[str, ...]] = (ROUND,)
-
     records: Records
     plan: AsyncPlan
     privacy: ClientPrivacy
@@ -370,8 +368,10 @@ class AsyncClient(Client):
     def __post_init__(self) -> None:
         instance("plan", self.plan, AsyncPlan)
         privacy = instance("privacy", self.privacy, ClientPrivacy)
-        check_records(self.records)
         normalise(self, positive, "share")
+        budget = (privacy.target_epsilon, privacy.target_delta, privacy.relation)
+        # A server that went back to its last state asks for the rounds since then again.
+        self._declare(self.plan.rounds, budget, privacy.seed, retain=self.plan.lag + 1)
         largest = max(self.plan.sizes(i) for i in range(self.plan.rounds)) * self.share
         if not largest <= self.records.num_records:
             raise RefusedSetting(
@@ -379,9 +379,6 @@ class AsyncClient(Client):
                 f"{self.records.num_records}. Lower the sample sizes, the rounds or its share.",
                 topic="batch-size",
             )
-        budget = (privacy.target_epsilon, privacy.target_delta, privacy.relation)
-        # A server that went back to its last state asks for the rounds since then again.
-        self._declare(self.plan.rounds, budget, privacy.seed, retain=self.plan.lag + 1)
 
     def _rate(self, i: int) -> float:
         return min(1.0, self.share * self.plan.sizes(i) / self.records.num_records)
@@ -390,47 +387,10 @@ class AsyncClient(Client):
         z, is_client = self.privacy.noise(i), self.records.unit == "client"
         return [Gaussian(z) if is_client else Poisson().event(z, self._rate(i))]
 
-    def read(self, request: Message) -> PlannedRelease:
-        i = request.whole("round")
-        if not i < self.plan.rounds:
-            raise MessageError(f"Round {i} of {self.plan.rounds} was asked for.")
-        found = self._model(i, request)
-        if found is None:
-            return PlannedRelease(i, 0, {"round": i}, None)
-        point, counter = found
-        check_point(self.records, point)
-        try:
-            self.plan.check(len(point), 1)
-        except ValueError as error:
-            raise MessageError(text_of(error)) from None
-        facts = {"round": i, "counter": counter}
-
-        def make(rng: np.random.Generator, source: NoiseSource) -> Message:
-            return Message(UPDATE, facts, {"update": self.update(i, point, rng, source)})
-
-        note = Message(_NOTE, facts, {"point": point}).to_bytes()
-        return PlannedRelease(i, 0, {"round": i}, make, note=note)
-
-    def _model(self, i: int, request: Message) -> tuple[Tensor, int] | None:
-        """Return ŵ at the beginning of round i, and the counter of the broadcast that it comes from."""
-        if "model" in request.tensors:
-            return request.tensor("model"), request.whole("counter")
-        latest = self.ledger.latest(self.spending)
-        if latest is None:
-            return None
-        try:
-            note, update = (Message.from_bytes(content) for content in latest)
-        except MessageError:  # written by an earlier version: the server sends the model again
-            return None
-        before, counter = note.whole("round"), note.whole("counter")
-        if before + 1 != i:
-            return None
-        return self.plan.move(note.tensor("point"), before, update.tensor("update")), counter
-
     def update(
         self, i: int, point: Tensor, rng: np.random.Generator, source: NoiseSource
     ) -> Tensor:
-        """Return U of round i at ŵ, from the generator of its batch and the noise."""
+        """Return U of round i at v̂."""
         coordinates = self.plan.coordinates(i, len(point))
         C, z = self.privacy.max_grad_norm, self.privacy.noise(i)
         query = Query((Term(1.0, point),), C, z, coordinates)
@@ -450,9 +410,8 @@ class AsyncServer(AbstractServer):
 
     - Round k is over when all clients' updates of round k are in v̂.
     - Client c may do round i while i < k + d. So no client is more than d rounds ahead.
-    - The model goes down to a client once after each new k, as it was when round k - 1 ended; to a
-      client that is further ahead, as it is now. So it has all of this client's updates, and the
-      client simply takes it. In between, the client moves its copy as the server moves v̂.
+    - A request brings the model as it was when round k - 1 ended; to a client that is further
+      ahead, as it is now. So it has all of this client's updates.
     - A client without budget leaves; the others go on.
 
     The order of the updates changes v̂ by rounding only.
@@ -470,9 +429,9 @@ class AsyncServer(AbstractServer):
             another number of parameters or clients.
 
     Example:
-        >>> plan = AsyncPlan(2, PolynomialSizes(a=0, b=8), ConstantSteps(0.5), lag=2)
+        >>> plan = AsyncPlan(2, PolynomialSizes(a=0, b=8), InverseSteps(0.5), lag=2)
         >>> server = AsyncServer("trial", plan, torch.zeros(1), num_clients=2)
-        >>> update = Message("update", {"round": 0, "counter": 0}, {"update": torch.ones(1)}).to_bytes()
+        >>> update = Message("update", {"round": 0}, {"update": torch.ones(1)}).to_bytes()
         >>> for _ in range(3):
         ...     _ = server.receive(1, update)
         >>> server.point, server.round, server.applied
@@ -487,15 +446,14 @@ class AsyncServer(AbstractServer):
     def __post_init__(self) -> None:
         self.num_clients = whole("num_clients", self.num_clients, 1, 2**31)
         check_start(self.start)
-        if not hasattr(self.plan, "move"):
-            raise TypeError(
-                f"plan={reprlib.repr(self.plan)} must be a plan, such as AsyncPlan(...)."
-            )
-        self.plan.check(len(self.start), self.num_clients)
+        instance("plan", self.plan, RoundPlan)  # type: ignore[type-abstract]
+        self.plan.update_size(len(self.start))
+        planned = getattr(self.plan, "clients", self.num_clients)
+        if planned != self.num_clients:
+            raise ValueError(f"num_clients={self.num_clients}, but the plan has clients={planned}.")
         self._point = self.start.detach().clone()
         self._broadcast = self._point  # v̂ when the current round became the earliest one
         self._applied = [0] * self.num_clients
-        self._known = [-1] * self.num_clients  # the k of the model that a client has, -1: none
         self._left: set[int] = set()
         # k, and how many clients are at it: counted, so that an update costs the same for any
         # number of clients.
@@ -536,17 +494,14 @@ class AsyncServer(AbstractServer):
         return client not in self._left and i < min(self.plan.rounds, self._round + self.plan.lag)
 
     def request(self, client: int) -> bytes | None:
-        i, k = self._applied[client], self.round
         if not self._may_answer(client):
             return None
-        facts: dict[str, Any] = {"run": self.run, "round": i, "counter": k}
-        if not self._known[client] < k:
-            return Message(ROUND, facts).to_bytes()
-        model = self._broadcast if i == k else self._point
-        return Message(ROUND, facts, {"model": model}).to_bytes()
+        i = self._applied[client]
+        model = self._broadcast if i == self._round else self._point
+        return Message(ROUND, {"run": self.run, "round": i}, {"model": model}).to_bytes()
 
     def receive(self, client: int, reply: bytes) -> bool:
-        message = read_reply(client, self.num_clients, reply, _FORMS)
+        message = read_reply(client, self.num_clients, reply, ("round",), {UPDATE: ("update",)})
         i = message["round"]
         if i < self._applied[client] or client in self._left:
             return False  # it came twice, or late
@@ -554,33 +509,20 @@ class AsyncServer(AbstractServer):
             raise MessageError(
                 f"Client {client} answers for round {i}, which it was not asked for."
             )
-        if message.kind == LOST:
-            self.forget(client)
-            return False
         if message.kind == REFUSED:
             self._left.add(client)
         else:
-            self._apply(client, i, message)
+            size = self.plan.update_size(len(self._point))
+            update = message.reals("update", size, self._point.dtype)
+            point = self.plan.move(self._point, i, update, client)
+            if not bool(torch.isfinite(point).all()):
+                raise MessageError(f"With the update of client {client} the model is not finite.")
+            self._point = point
+            self._applied[client] += 1
         if i == self._round:
             self._behind -= 1
             self._look_for_end_of_round()
         return True
-
-    def _apply(self, client: int, i: int, message: Message) -> None:
-        counter = message["counter"]
-        if not counter <= i:  # its rounds below i are in the model that it was sent
-            raise MessageError(f"Client {client} answers for a model that it was not sent.")
-        size = self.plan.update_size(len(self._point))
-        update = message.reals("update", size, self._point.dtype)
-        point = self.plan.move(self._point, i, update, client)
-        if not bool(torch.isfinite(point).all()):
-            raise MessageError(f"With the update of client {client} the model is not finite.")
-        self._point = point
-        self._applied[client] += 1
-        self._known[client] = counter
-
-    def forget(self, client: int) -> None:
-        self._known[client] = -1
 
     def state_dict(self) -> State:
         return {
@@ -597,7 +539,6 @@ class AsyncServer(AbstractServer):
         self._point, self._behind = state["point"].clone(), 0
         self._look_for_end_of_round()
         self._broadcast = state["broadcast"].clone()
-        self._known = [-1] * self.num_clients
 
     @property
     def _configuration(self) -> dict[str, object]:

@@ -2,53 +2,49 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_dp._noise import NoiseSource
-from lightning_dp._refusals import RefusedRun, text_of
+from lightning_dp._refusals import text_of
 from lightning_dp._validate import (
     between,
     flag,
     instance,
     normalise,
     not_negative,
-    optional,
     positive,
-    seed,
     whole,
 )
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.events import AbstractEvent
-from lightning_dp.boundary import Term
 from lightning_dp.estimators import CubicNewton
-from lightning_dp.federated.asynchronous import ROUND, UPDATE
+from lightning_dp.federated.asynchronous import RoundClient, RoundPlan
 from lightning_dp.federated.client import (
-    Client,
     PlannedRelease,
+    at_point,
     check_engine,
-    check_point,
     draw,
     is_of_ordinary_size,
     noised_sum,
 )
 from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.federated.protocol import Message, MessageError, Records, check_records
+from lightning_dp.federated.protocol import Message, MessageError, Records
 from lightning_dp.sampling import AbstractSampling, FullBatch, Poisson
 from lightning_dp.sparsify import SparseVector, random_k
 
 __all__ = ["CubicNewtonClient", "CubicNewtonPlan"]
 
-_DIVERGED = "diverged"
+_log = logging.getLogger("lightning_dp.federated")
 
 
 @dataclass(frozen=True)
-class CubicNewtonPlan:
+class CubicNewtonPlan(RoundPlan):
     r"""The public plan that server and clients of a DP-FCRN run agree on.
 
     Round t = 0, 1, ...: the server sends x_t; client i makes a round of ``newton`` at x_t on its own
@@ -141,17 +137,6 @@ class CubicNewtonPlan:
 
     # -- for the server ----------------------------------------------------------------------
 
-    @property
-    def lag(self) -> int:
-        """1, since rounds are synchronous."""
-        return 1
-
-    def check(self, size: int, num_clients: int) -> None:
-        """Raise ValueError unless it is for so many parameters and clients."""
-        self.newton.kept(size)
-        if num_clients != self.clients:
-            raise ValueError(f"num_clients={num_clients}, but the plan has clients={self.clients}.")
-
     def update_size(self, size: int) -> int:
         """Return k of ``size`` parameters."""
         return self.newton.kept(size)
@@ -164,11 +149,12 @@ class CubicNewtonPlan:
 
 
 @dataclass(eq=False, repr=False)
-class CubicNewtonClient(Client):
+class CubicNewtonClient(RoundClient):
     """Client i of a :class:`~lightning_dp.federated.cubic_newton.CubicNewtonPlan`.
 
     Noise, sampling and budget are this client's choice; the server learns none of them from
-    a message except that a budget is used up.
+    a message except that a budget is used up. Where the inner steps diverge (by noised values only),
+    it sends zeros, and logs it.
 
     Args:
         records: this client's data.
@@ -183,10 +169,7 @@ class CubicNewtonClient(Client):
 
     Raises:
         ValueError: naming the argument that is out of its range.
-        RuntimeError: by :meth:`answer`, each time, of a round whose inner steps diverged.
     """
-
-    kinds: ClassVar[tuple[str, ...]] = (ROUND,)
 
     records: Records
     plan: CubicNewtonPlan
@@ -204,83 +187,49 @@ class CubicNewtonClient(Client):
     def __post_init__(self) -> None:
         normalise(self, not_negative, "noise_multiplier")
         normalise(self, between("(0, 1]"), "sample_rate")
-        normalise(self, optional(seed), "seed")
         instance("plan", self.plan, CubicNewtonPlan)
-        check_records(self.records)
+        budget = (self.target_epsilon, self.target_delta, self.relation)
+        # A server that went back to its last state asks for the round before again.
+        self._declare(self.plan.rounds, budget, self.seed, retain=2)
         if not self.records.num_records >= 1:
             raise ValueError(f"num_records={self.records.num_records} must be at least 1.")
         check_engine(self.records, self.plan.newton)
         self._newton = self.plan.newton_of(self.client)  # raises for a number out of range
-        budget = (self.target_epsilon, self.target_delta, self.relation)
-        # A server that went back to its last state asks for the round before again.
-        self._declare(self.plan.rounds, budget, self.seed, retain=2)
 
     def events(self, i: int) -> Sequence[AbstractEvent]:
         rate = 1.0 if self.records.unit == "client" else self.sample_rate
         return self.plan.events(self.noise_multiplier, rate)
 
     def read(self, request: Message) -> PlannedRelease:
-        t, counter = request.whole("round"), request.whole("counter")
-        point = request.tensor("model")
-        if not t < self.plan.rounds:
-            raise MessageError(f"Round {t} of {self.plan.rounds} was asked for.")
-        if point.dtype not in (torch.float32, torch.float64):
-            raise MessageError(f"The model is of {point.dtype}; DP-FCRN needs float32 or float64.")
-        check_point(self.records, point)
-        try:
-            self.plan.update_size(len(point))
-        except ValueError as error:
-            raise MessageError(text_of(error)) from None
+        dtype = request.tensor("model").dtype
+        if dtype not in (torch.float32, torch.float64):
+            raise MessageError(f"The model is of {dtype}; DP-FCRN needs float32 or float64.")
+        return super().read(request)
 
-        def make(rng: np.random.Generator, source: NoiseSource) -> Message:
-            try:
-                step = self._step(point, t, rng, source).to(point.dtype)
-            except _DivergedError as error:
-                # Kept like an update, so that no second noise is drawn under the same charge.
-                return Message(_DIVERGED, {"round": t, "why": str(error)})
-            values = self.plan.update(step, t, self.client)
-            return Message(UPDATE, {"round": t, "counter": counter}, {"update": values})
-
-        return PlannedRelease(t, 0, {"round": t}, make)
-
-    def answer(self, request: bytes) -> bytes:
-        made = super().answer(request)
-        message = Message.from_bytes(made)
-        if message.kind == _DIVERGED:
-            raise RefusedRun(message["why"], topic="diverged")
-        return made
-
-    def _step(self, point: Tensor, t: int, rng: np.random.Generator, source: NoiseSource) -> Tensor:
-        """Return u, this client's step from x_t. Every query is noised."""
+    def update(
+        self, i: int, point: Tensor, rng: np.random.Generator, source: NoiseSource
+    ) -> Tensor:
+        """Return the k values of this client's step from x_i. Every query is noised."""
         newton, q, params = self._newton, self.sample_rate, [point]
-        state = {**newton.init(params), "round": t}
+        state = {**newton.init(params), "round": i}
         step, batch = torch.zeros_like(point), list[int]()
         for inner in range(newton.inner_steps):
             if inner == 0 or newton.fresh_batches:
                 batch = draw(self.records, q, rng, self.plan.sampling(q))
-            query = newton.ask(state, params, t, self.noise_multiplier)
-            terms = tuple(
-                replace(term, point=point if term.point is None else term.point)
-                for term in query.terms
-            )
-            query = replace(query, terms=terms)
+            query = at_point(newton.ask(state, params, i, self.noise_multiplier), point)
+            why = ""
             if query.noise_multiplier > 0 and not is_of_ordinary_size(query):
-                raise _DivergedError(f"inner step {inner} asks for clip norm {query.clip_norm}")
-            released = noised_sum(self.records, query, batch, source)
-            mean = released.mean(q * self.records.num_records)
-            try:
-                estimate, state = newton.tell(state, params, t, mean)
-            except RuntimeError as error:
-                raise _DivergedError(text_of(error)) from None
-            if estimate is not None:
-                step = step - estimate
-        return step
-
-
-class _DivergedError(Exception):
-    """The inner steps are no longer finite, by noised values only."""
-
-
-def _at(point: Tensor, term: Term) -> Term:
-    """Write out the present point."""
-    return replace(term, point=point) if term.point is None else term
+                why = f"inner step {inner} asks for clip norm {query.clip_norm}"
+            else:
+                released = noised_sum(self.records, query, batch, source)
+                mean = released.mean(q * self.records.num_records)
+                try:
+                    estimate, state = newton.tell(state, params, i, mean)
+                except RuntimeError as error:
+                    why = text_of(error)
+            if why:
+                _log.warning("Client %d sends zeros for round %d: %s", self.client, i, why)
+                step = torch.zeros_like(point)
+                break
+            step = step if estimate is None else step - estimate
+        return self.plan.update(step.to(point.dtype), i, self.client)

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,12 +19,10 @@ from lightning_dp._validate import instance
 from lightning_dp.boundary import BoundedSum, Query, State
 
 __all__ = [
-    "LOST",
     "REFUSED",
     "AbstractClient",
     "AbstractServer",
     "Fact",
-    "Form",
     "Message",
     "MessageError",
     "Records",
@@ -35,8 +33,7 @@ __all__ = [
 
 Fact: TypeAlias = str | int | float | bool
 
-# Replies of every protocol: the client has lost the model, or has no budget left.
-LOST, REFUSED = "lost", "refused"
+REFUSED = "refused"  # the reply of every protocol where a client has no budget left
 
 _HEADER = "lightning_dp"
 _LARGEST_NUMBER = 2**63
@@ -116,15 +113,12 @@ class AbstractServer(ABC):
             reply: from anybody: everything in it is checked before anything changes.
 
         Returns:
-            True if it was applied; False for a reply that came twice or too late, or from a client
-            that lost the model. An engine that hears nothing else for long gives up.
+            True if it was applied; False for a reply that came twice or too late. An engine that
+            hears nothing else for long gives up.
 
         Raises:
             MessageError: for any other bytes; nothing has changed then.
         """
-
-    def forget(self, client: int) -> None:  # noqa: B027 (many send everything each time)
-        """Note that the client's process is new and has none of what it was sent before."""
 
     @abstractmethod
     def state_dict(self) -> State:
@@ -292,34 +286,37 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
         )
 
 
-class Form(NamedTuple):
-    """The content of a reply of one kind: whole numbers >= 0, and one vector or none."""
-
-    numbers: tuple[str, ...]
-    vectors: tuple[str, ...] = ()
-
-
-def read_reply(client: int, num_clients: int, content: bytes, forms: Mapping[str, Form]) -> Message:
+def read_reply(
+    client: int,
+    num_clients: int,
+    content: bytes,
+    numbers: tuple[str, ...],
+    vectors: Mapping[str, tuple[str, ...]],
+) -> Message:
     """Read a reply, and check its sender and its form; its place in the protocol is not checked yet.
 
+    Args:
+        client, num_clients: the sender, and the number of clients.
+        content: the bytes.
+        numbers: the facts of every reply, whole numbers >= 0.
+        vectors: the tensors of a reply, by its kind; a refusal has none.
+
     Raises:
-        MessageError: for a sender that is none of the clients, or bytes that have no form of ``forms``.
+        MessageError: for a sender that is none of the clients, or bytes of another form.
     """
     if type(client) is not int or not 0 <= client < num_clients:
         raise MessageError(
             f"client={reprlib.repr(client)} is none of the clients 0, ..., {num_clients - 1}."
         )
     message = Message.from_bytes(content)
-    form = forms.get(message.kind)
-    if form is None:
-        kind = reprlib.repr(message.kind)
-        raise MessageError(f"A reply of kind {kind} belongs to another protocol.")
-    if {*message.facts} != {*form.numbers} or {*message.tensors} != {*form.vectors}:
-        facts, tensors = reprlib.repr([*message.facts]), reprlib.repr([*message.tensors])
+    tensors = {**vectors, REFUSED: ()}.get(message.kind)
+    if tensors is None or {*message.facts} != {*numbers} or {*message.tensors} != {*tensors}:
+        parts = (message.kind, [*message.facts], [*message.tensors])
+        kind, facts, there = (reprlib.repr(part) for part in parts)
         raise MessageError(
-            f"A reply of kind {message.kind!r} has the numbers {[*form.numbers]} and the tensors "
-            f"{[*form.vectors]}, not {facts} and {tensors}."
+            f"A reply of kind {kind} with the numbers {facts} and the tensors {there} belongs to "
+            "another protocol."
         )
-    for name in form.numbers:
+    for name in numbers:
         message.whole(name)
     return message

@@ -49,11 +49,9 @@ from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.protocol import (
     REFUSED,
     AbstractServer,
-    Form,
     Message,
     MessageError,
     Records,
-    check_records,
     check_start,
     read_reply,
 )
@@ -63,8 +61,7 @@ from lightning_dp.sampling import Poisson
 __all__ = ["BVRLSGD", "QueryClient", "SynchronousServer"]
 
 _QUERY, _ANSWER, _LOCAL, _WALKED = "query", "answer", "local", "walked"
-_PLACE = ("round", "part")
-_FORMS = {_ANSWER: Form(_PLACE, ("sum",)), _WALKED: Form(_PLACE, ("x",)), REFUSED: Form(_PLACE)}
+_PLACE, _VECTORS = ("round", "part"), {_ANSWER: ("sum",), _WALKED: ("x",)}
 
 
 # -- local steps -------------------------------------------------------------------------------
@@ -313,7 +310,7 @@ class SynchronousServer(AbstractServer):
         return client == self.local_routine.worker_in_turn(self._place[0] + 1, self.num_clients)
 
     def receive(self, client: int, reply: bytes) -> bool:
-        message = read_reply(client, self.num_clients, reply, _FORMS)
+        message = read_reply(client, self.num_clients, reply, _PLACE, _VECTORS)
         place = (message["round"], message["part"])
         if self._reason or place < self._place:
             return False  # it came late
@@ -430,21 +427,19 @@ class QueryClient(Client):
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        check_records(self.records)
         normalise(self, flag, "trusts_server")
         _check_plan(self.plan, "server" if self.trusts_server else "client")
         normalise(self, whole, "rounds", "num_clients")
         self.client = whole("client", self.client, 0, self.num_clients - 1)
-        normalise(self, optional(seed), "seed")
+        budget = (self.target_epsilon, self.target_delta, self.relation)
+        # A step has two rounds in the ledger: 2 t, where all clients are asked, and 2 t + 1, where
+        # one goes on alone. Both may be asked for again.
+        self._declare(2 * self.rounds, budget, self.seed, retain=2)
         if self.local_routine is not None and self.records.unit != "record":
             raise ValueError(
                 f"unit={self.records.unit!r}: the local routine is private for records."
             )
         check_engine(self.records, self.plan.estimator)
-        budget = (self.target_epsilon, self.target_delta, self.relation)
-        # A step has two rounds in the ledger: 2 t, where all clients are asked, and 2 t + 1, where
-        # one goes on alone. Both may be asked for again.
-        self._declare(2 * self.rounds, budget, self.seed, retain=2)
 
     @property
     def facts(self) -> dict[str, Any]:

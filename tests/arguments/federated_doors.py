@@ -13,7 +13,7 @@ from lightning_dp.federated import (
     ClientPrivacy,
     PolynomialSizes,
 )
-from lightning_dp.federated.asynchronous import ConstantSteps, InverseSteps, rounds_for
+from lightning_dp.federated.asynchronous import InverseSteps, rounds_for
 from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
 from lightning_dp.federated.ledger import ReleaseLedger, Spending
 from lightning_dp.federated.synchronous import BVRLSGD, QueryClient, SynchronousServer
@@ -24,7 +24,7 @@ SIZES = PolynomialSizes(a=0, b=16)
 NOISE_PLAN = NoisePlan(1.0, Constant(), Poisson(), 0.5)
 
 
-ASYNC_PLAN = AsyncPlan(2, PolynomialSizes(a=0, b=4), ConstantSteps(0.1))
+ASYNC_PLAN = AsyncPlan(2, PolynomialSizes(a=0, b=4), InverseSteps(0.1))
 
 
 LEDGER = ReleaseLedger("/nowhere", "ten records")
@@ -55,14 +55,13 @@ FEDERATED = [
         },
     ),
     Door(PolynomialSizes, {"a": 1.0, "b": 16.0, "c": 0.5, "first": 1}, whole=("first",)),
-    Door(ConstantSteps, {"eta0": 0.1}),
     Door(InverseSteps, {"eta0": 0.1, "beta": 0.01}),
     Door(rounds_for, {"gradients": 100.0}, others={"sizes": SIZES}),
     Door(
         AsyncPlan,
         {"rounds": 3, "lag": 1, "keep": 2, "mask_seed": 1},
         whole=("rounds", "lag", "keep", "mask_seed"),
-        others={"sizes": SIZES, "steps": ConstantSteps(0.1)},
+        others={"sizes": SIZES, "steps": InverseSteps(0.1)},
     ),
     Door(
         CubicNewtonPlan,

@@ -191,10 +191,10 @@ class Protocol:
 
 _ASKED = {"noise": "client", "weight0": 1.0, "clip_norm": 0.7, "noise_multiplier": Z}
 PROTOCOLS = {
-    "sgd": Protocol(sgd, "round", ("model",), {"counter": 0}),
+    "sgd": Protocol(sgd, "round", ("model",), {}),
     "queries": Protocol(queries, "query", ("point0",), {"part": 0, **_ASKED}),
     "walks": Protocol(walks, "local", ("x", "v"), {"part": 0}, 2),
-    "newton": Protocol(newton, "round", ("model",), {"counter": 0}),
+    "newton": Protocol(newton, "round", ("model",), {}),
 }
 
 

@@ -260,7 +260,6 @@ class _ServerRun:
         heard_at, pause = time.monotonic(), _SHORTEST_PAUSE
         while not self.machine.is_done:
             for client in self.exchange.idle:
-                self.machine.forget(client)  # Flower may answer every message with a new process
                 if (request := self.machine.request(client)) is not None:
                     self.exchange.send(client, request)
             applied = [self._apply(reply) for reply in self.exchange.collect()]
