@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
@@ -32,17 +33,21 @@ from lightning_dp._validate import (
 )
 from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.base import Relation
-from lightning_dp.accounting.events import AbstractEvent
+from lightning_dp.accounting.events import AbstractEvent, counted
 from lightning_dp.boundary import Query, State, Term
 from lightning_dp.federated.client import Client, PlannedRelease, check_point, draw, noised_sum
 from lightning_dp.federated.ledger import ReleaseLedger, check_budget
 from lightning_dp.federated.protocol import (
+    MAJORITY,
     REFUSED,
     AbstractServer,
     Message,
     MessageError,
+    Quorum,
     Records,
+    budget_end,
     check_start,
+    norm_bound,
     read_reply,
 )
 from lightning_dp.sampling import Poisson
@@ -181,6 +186,14 @@ class RoundPlan(ABC):
     def move(self, point: Tensor, i: int, update: Tensor, client: int) -> Tensor:
         """Return the model, changed by a client's update of round i."""
 
+    def bound(self, i: int, point: Tensor) -> float:
+        """Return the largest norm of an honest update of round i at a model; infinite if unknown."""
+        return math.inf
+
+    def cost(self, i: int, num_records: int) -> list[AbstractEvent] | None:
+        """Return what round i costs a record of a client with so many, by the plan; None: unknown."""
+        return None
+
 
 @dataclass(frozen=True)
 class AsyncPlan(RoundPlan):
@@ -195,6 +208,9 @@ class AsyncPlan(RoundPlan):
         keep: how many coordinates an update has, chosen at random in each round, the same for all
             clients; None for all. The server multiplies them by (all / ``keep``).
         mask_seed: of these choices; public.
+        max_grad_norm, noise_multiplier, share: C, z and p_c, which no client exceeds, if they are
+            agreed on. Then the server refuses updates that are longer than they allow
+            (:func:`~lightning_dp.federated.protocol.norm_bound`), and computes ε by the plan.
 
     Raises:
         ValueError: naming the argument that is out of its range.
@@ -211,11 +227,17 @@ class AsyncPlan(RoundPlan):
     lag: int = 1
     keep: int | None = None
     mask_seed: int = 0
+    max_grad_norm: float | None = None
+    noise_multiplier: float | None = None
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         normalise(self, whole, "rounds", "lag")
         normalise(self, optional(whole), "keep")
         normalise(self, seed, "mask_seed")
+        normalise(self, optional(positive), "max_grad_norm")
+        normalise(self, optional(not_negative), "noise_multiplier")
+        normalise(self, positive, "share")
 
     @cached_property
     def _before(self) -> list[int]:
@@ -250,6 +272,20 @@ class AsyncPlan(RoundPlan):
             return point - eta * update.to(point.dtype)
         scaled = update.to(point.dtype) * (len(point) / len(coordinates))
         return point.index_add(0, coordinates, scaled, alpha=-eta)
+
+    def bound(self, i: int, point: Tensor) -> float:
+        """Return the largest norm of an honest U of round i."""
+        if self.max_grad_norm is None or self.noise_multiplier is None:
+            return math.inf
+        batch, size = self.share * self.sizes(i), self.update_size(len(point))
+        return norm_bound(self.max_grad_norm, self.noise_multiplier, batch, size)
+
+    def cost(self, i: int, num_records: int) -> list[AbstractEvent] | None:
+        """Return the event of round i at z and p_c of the plan."""
+        if self.noise_multiplier is None:
+            return None
+        rate = min(1.0, self.share * self.sizes(i) / num_records)
+        return [Poisson().event(self.noise_multiplier, rate)]
 
 
 # -- the client --------------------------------------------------------------------------------
@@ -311,6 +347,14 @@ class RoundClient(Client):
 
     plan: RoundPlan
 
+    def _check_limit(self, name: str, value: float, most: float | None) -> None:
+        if most is not None and not value <= most:
+            raise RefusedSetting(
+                f"{name}={value} exceeds the {name}={most} of the plan, so the server would refuse "
+                "updates. Agree on another plan.",
+                topic="federated-messages",
+            )
+
     @abstractmethod
     def update(
         self, i: int, point: Tensor, rng: np.random.Generator, source: NoiseSource
@@ -354,7 +398,7 @@ class AsyncClient(RoundClient):
         share: p_c > 0: s_i is multiplied by it.
 
     Raises:
-        ValueError: if a batch would be larger than the data set.
+        ValueError: if a batch would be larger than the data set, or a setting exceeds the plan's.
     """
 
     records: Records
@@ -372,7 +416,13 @@ class AsyncClient(RoundClient):
         budget = (privacy.target_epsilon, privacy.target_delta, privacy.relation)
         # A server that went back to its last state asks for the rounds since then again.
         self._declare(self.plan.rounds, budget, privacy.seed, retain=self.plan.lag + 1)
-        largest = max(self.plan.sizes(i) for i in range(self.plan.rounds)) * self.share
+        rounds = range(self.plan.rounds)
+        if self.plan.max_grad_norm is not None:
+            self._check_limit("share", self.share, self.plan.share)
+        self._check_limit("max_grad_norm", privacy.max_grad_norm, self.plan.max_grad_norm)
+        noise = max(privacy.noise(i) for i in rounds)
+        self._check_limit("noise_multiplier", noise, self.plan.noise_multiplier)
+        largest = max(self.plan.sizes(i) for i in rounds) * self.share
         if not largest <= self.records.num_records:
             raise RefusedSetting(
                 f"A round asks for {largest:g} records in expectation, and this client has "
@@ -408,11 +458,13 @@ class AsyncServer(AbstractServer):
     With an :class:`AsyncPlan` that is v̂ - η̄_i U; with a
     :class:`~lightning_dp.federated.cubic_newton.CubicNewtonPlan`, whose d is 1, synchronous DP-FCRN.
 
-    - Round k is over when all clients' updates of round k are in v̂.
+    - Round k is over when all clients' updates of round k are in v̂, or its ``quorum`` has them and
+      the others are left out: their updates of round k are zero, however late they come.
     - Client c may do round i while i < k + d. So no client is more than d rounds ahead.
     - A request brings the model as it was when round k - 1 ended; to a client that is further
       ahead, as it is now. So it has all of this client's updates.
-    - A client without budget leaves; the others go on.
+    - A client without budget leaves; the others go on, as long as they are a quorum.
+    - An update longer than ``plan.bound`` is refused.
 
     The order of the updates changes v̂ by rounding only.
 
@@ -423,6 +475,7 @@ class AsyncServer(AbstractServer):
         plan: what was agreed on.
         start: v_0, flat.
         num_clients: clients are 0, ..., num_clients - 1.
+        quorum: when a round goes on without some of them.
 
     Raises:
         ValueError: for ``num_clients`` below 1, a start that is not a finite vector, or a plan for
@@ -442,9 +495,11 @@ class AsyncServer(AbstractServer):
     plan: RoundPlan
     start: Tensor = field(repr=False)
     num_clients: int
+    quorum: Quorum = MAJORITY
 
     def __post_init__(self) -> None:
         self.num_clients = whole("num_clients", self.num_clients, 1, 2**31)
+        self._least = instance("quorum", self.quorum, Quorum).least(self.num_clients)
         check_start(self.start)
         instance("plan", self.plan, RoundPlan)  # type: ignore[type-abstract]
         self.plan.update_size(len(self.start))
@@ -456,8 +511,9 @@ class AsyncServer(AbstractServer):
         self._applied = [0] * self.num_clients
         self._left: set[int] = set()
         # k, and how many clients are at it: counted, so that an update costs the same for any
-        # number of clients.
+        # number of clients. And how many updates of rounds k, k + 1, ... there are.
         self._round, self._behind = 0, self.num_clients
+        self._counts: Counter[int] = Counter()
 
     @property
     def point(self) -> Tensor:
@@ -465,19 +521,37 @@ class AsyncServer(AbstractServer):
 
     @property
     def applied(self) -> list[int]:
-        """The number of each client's updates in v̂, those of rounds 0, 1, ...."""
+        """The round that each client is at: those below are in v̂, or it was left out of them."""
         return list(self._applied)
 
     @property
     def round(self) -> int:
-        """k; the rounds below are in v̂, of every client that has not left."""
+        """k; the rounds below are over."""
         return self._round
 
     @property
     def reason(self) -> str:
-        if len(self._left) == self.num_clients:
-            return "no client has budget left"
-        return f"all {self.plan.rounds} rounds were made" if self.round == self.plan.rounds else ""
+        if self.round == self.plan.rounds:
+            return f"all {self.plan.rounds} rounds were made"
+        return budget_end(self.num_clients - len(self._left), self._least)
+
+    @property
+    def awaited(self) -> set[int]:
+        return {c for c, n in enumerate(self._applied) if n == self._round and c not in self._left}
+
+    def leave_out(self) -> set[int]:
+        late = self.awaited
+        if self.is_done or not self._counts[self._round] >= self._least:
+            return set()
+        for client in late:
+            self._applied[client] += 1
+        self._behind = 0
+        self._look_for_end_of_round()
+        return late
+
+    def spent(self, num_records: int) -> list[tuple[AbstractEvent, int]] | None:
+        found = [self.plan.cost(i, num_records) for i in range(self.round)]
+        return None if None in found else counted((e, 1) for each in found for e in each or ())
 
     def _look_for_end_of_round(self) -> None:
         """Find k again, once no client is left at it."""
@@ -487,6 +561,8 @@ class AsyncServer(AbstractServer):
         self._round = min(staying or [max(self._applied)])
         self._behind = staying.count(self._round)
         self._broadcast = self._point
+        for i in [i for i in self._counts if i < self._round]:
+            del self._counts[i]
 
     def _may_answer(self, client: int) -> bool:
         """Return True if there is a round that this client may do now."""
@@ -513,12 +589,14 @@ class AsyncServer(AbstractServer):
             self._left.add(client)
         else:
             size = self.plan.update_size(len(self._point))
-            update = message.reals("update", size, self._point.dtype)
+            largest = self.plan.bound(i, self._broadcast)
+            update = message.reals("update", size, self._point.dtype, largest)
             point = self.plan.move(self._point, i, update, client)
             if not bool(torch.isfinite(point).all()):
                 raise MessageError(f"With the update of client {client} the model is not finite.")
             self._point = point
             self._applied[client] += 1
+            self._counts[i] += 1
         if i == self._round:
             self._behind -= 1
             self._look_for_end_of_round()
@@ -531,12 +609,14 @@ class AsyncServer(AbstractServer):
             "broadcast": self._broadcast.clone(),
             "applied": list(self._applied),
             "left": sorted(self._left),
+            "counts": dict(self._counts),
         }
 
     def load_state_dict(self, state: State) -> None:
         check_same(state["configuration"], self._configuration)
         self._applied, self._left = list(state["applied"]), set(state["left"])
         self._point, self._behind = state["point"].clone(), 0
+        self._counts = Counter(state["counts"])
         self._look_for_end_of_round()
         self._broadcast = state["broadcast"].clone()
 
@@ -546,5 +626,6 @@ class AsyncServer(AbstractServer):
             "run": self.run,
             "plan": self.plan,
             "num_clients": self.num_clients,
+            "quorum": self.quorum,
             "size": len(self._point),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
@@ -18,6 +19,7 @@ from lightning_dp._validate import (
     instance,
     normalise,
     not_negative,
+    optional,
     positive,
     whole,
 )
@@ -34,13 +36,14 @@ from lightning_dp.federated.client import (
     noised_sum,
 )
 from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.federated.protocol import Message, MessageError, Records
+from lightning_dp.federated.protocol import Message, MessageError, Records, norm_bound
 from lightning_dp.sampling import AbstractSampling, FullBatch, Poisson
 from lightning_dp.sparsify import SparseVector, random_k
 
 __all__ = ["CubicNewtonClient", "CubicNewtonPlan"]
 
 _log = logging.getLogger("lightning_dp.federated")
+_LONGEST = 1e150  # whose square is finite
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ class CubicNewtonPlan(RoundPlan):
         rounds: T >= 1.
         step_scale: α > 0.
         whole_steps: see above.
+        noise_multiplier, min_batch_size: z of a client's rounds at most, and q N at least, if they
+            are agreed on. Then the server refuses updates that are longer than they allow.
 
     Raises:
         ValueError: naming the argument that is out of its range.
@@ -91,10 +96,13 @@ class CubicNewtonPlan(RoundPlan):
     rounds: int
     step_scale: float = 1.0
     whole_steps: bool = False
+    noise_multiplier: float | None = None
+    min_batch_size: float = 1.0
 
     def __post_init__(self) -> None:
         normalise(self, whole, "clients", "rounds")
-        normalise(self, positive, "step_scale")
+        normalise(self, positive, "step_scale", "min_batch_size")
+        normalise(self, optional(not_negative), "noise_multiplier")
         normalise(self, flag, "whole_steps")
 
     # -- what it costs -----------------------------------------------------------------------
@@ -140,6 +148,33 @@ class CubicNewtonPlan(RoundPlan):
     def update_size(self, size: int) -> int:
         """Return k of ``size`` parameters."""
         return self.newton.kept(size)
+
+    def bound(self, i: int, point: Tensor) -> float:
+        """Return the largest norm of an honest client's k values in a round at x.
+
+        V_0 = 0 and V_(s+1) = V_s + η_s (A_s + λ (‖x‖ + V_s) + (M/2) V_s²) + ‖x - Π(x)‖ bound ‖v_s‖,
+        where Π projects onto the box, and A_s bounds the noised mean: the
+        :func:`~lightning_dp.federated.protocol.norm_bound` of a sum with clip norm
+        √(k/d) (C_g + C_H V_s) over the least expected batch size. A step is an average of the v_s,
+        d/k times which is sent; in a box of half-width β, ‖v_s‖ <= ‖x‖ + β √d.
+        """
+        if self.noise_multiplier is None:
+            return math.inf
+        newton, x = self.newton_of(0), point.double()
+        size, tau, beta = newton.kept(len(x)), newton.inner_steps, newton.box or math.inf
+        outside = float((x - x.clamp(-beta, beta)).norm())
+        z = self.noise_multiplier * (1 if newton.fresh_batches else math.sqrt(tau))
+        length, longest, far = 0.0, 0.0, float(x.norm())
+        for s in range(tau):
+            of_a_record = newton.max_grad_norm + newton.max_hessian_norm * length
+            clip_norm = math.sqrt(size / len(x)) * of_a_record
+            total = norm_bound(clip_norm, z, self.min_batch_size, size, draws=tau)
+            slope = total / self.min_batch_size + newton.weight_decay * (far + length)
+            eta = min(2 / (newton.strong_convexity * (s + 2)), newton.max_step_size or math.inf)
+            length += eta * (slope + newton.hessian_lipschitz / 2 * length**2) + outside
+            length = min(length, far + beta * math.sqrt(len(x)), _LONGEST)
+            longest = max(longest, length)
+        return 1.001 * longest * len(x) / self.newton.kept(len(x))
 
     def move(self, point: Tensor, i: int, update: Tensor, client: int) -> Tensor:
         """Return ``point`` + (α/n) S, from the values of S."""
@@ -188,11 +223,15 @@ class CubicNewtonClient(RoundClient):
         normalise(self, not_negative, "noise_multiplier")
         normalise(self, between("(0, 1]"), "sample_rate")
         instance("plan", self.plan, CubicNewtonPlan)
+        self._check_limit("noise_multiplier", self.noise_multiplier, self.plan.noise_multiplier)
         budget = (self.target_epsilon, self.target_delta, self.relation)
         # A server that went back to its last state asks for the round before again.
         self._declare(self.plan.rounds, budget, self.seed, retain=2)
         if not self.records.num_records >= 1:
             raise ValueError(f"num_records={self.records.num_records} must be at least 1.")
+        if self.plan.noise_multiplier is not None:
+            batch_size = self.sample_rate * self.records.num_records
+            self._check_limit("-min_batch_size", -batch_size, -self.plan.min_batch_size)
         check_engine(self.records, self.plan.newton)
         self._newton = self.plan.newton_of(self.client)  # raises for a number out of range
 
@@ -201,10 +240,10 @@ class CubicNewtonClient(RoundClient):
         return self.plan.events(self.noise_multiplier, rate)
 
     def read(self, request: Message) -> PlannedRelease:
-        dtype = request.tensor("model").dtype
+        planned, dtype = super().read(request), request.tensor("model").dtype
         if dtype not in (torch.float32, torch.float64):
             raise MessageError(f"The model is of {dtype}; DP-FCRN needs float32 or float64.")
-        return super().read(request)
+        return planned
 
     def update(
         self, i: int, point: Tensor, rng: np.random.Generator, source: NoiseSource

@@ -29,7 +29,7 @@ from lightning_dp._validate import (
 from lightning_dp._world import World
 from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.base import Relation
-from lightning_dp.accounting.events import AbstractEvent
+from lightning_dp.accounting.events import AbstractEvent, counted
 from lightning_dp.boundary import BoundedSum, Query, Release, State, Term, add_noise
 from lightning_dp.estimators.base import distance
 from lightning_dp.estimators.driver import Driver
@@ -47,12 +47,16 @@ from lightning_dp.federated.client import (
 )
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.protocol import (
+    MAJORITY,
     REFUSED,
     AbstractServer,
     Message,
     MessageError,
+    Quorum,
     Records,
+    budget_end,
     check_start,
+    norm_bound,
     read_reply,
 )
 from lightning_dp.noise_plan import NoisePlan
@@ -168,7 +172,11 @@ class SynchronousServer(AbstractServer):
     - ``noise="client"``: each client noises its sum, and the server sees nothing else. The
       total has √P times the noise.
 
-    A step without an answer of every client waits. A client without budget ends the run.
+    A step is over when every client has answered, or its ``quorum`` has and the others are left out:
+    they count as zero, since the mean is over q_t N whoever answers. Who is left out of one query of
+    a step is not asked the further ones. Clients without budget leave; the others go on, as long as
+    they are a quorum. Answers that are longer than their clip norm, rate and noise allow
+    (:func:`~lightning_dp.federated.protocol.norm_bound`) are refused.
 
     With a ``local_routine``, the step's worker then goes on alone on its records, and noises
     each of its steps itself (DIFF2-BVR-L-SGD, Algorithm 4); the routine's η is used for the
@@ -183,7 +191,8 @@ class SynchronousServer(AbstractServer):
         num_records: N over all clients, public; the mean is over q_t N.
         learning_rate: η > 0.
         noise: the party that adds it.
-        local_routine: what the worker in turn does.
+        local_routine: what the worker in turn does; without it, the step is the server's alone.
+        quorum: when a step goes on without some clients.
         seed: for tests only: the same noise of the server each time.
 
     Raises:
@@ -200,9 +209,11 @@ class SynchronousServer(AbstractServer):
     noise: Literal["server", "client"] = "server"
     local_routine: BVRLSGD | None = None
     seed: int | None = None
+    quorum: Quorum = MAJORITY
 
     def __post_init__(self) -> None:
         normalise(self, whole, "rounds", "num_clients", "num_records")
+        self._least = instance("quorum", self.quorum, Quorum).least(self.num_clients)
         normalise(self, positive, "learning_rate")
         normalise(self, optional(seed), "seed")
         one_of(("server", "client"))("noise", self.noise)
@@ -221,6 +232,8 @@ class SynchronousServer(AbstractServer):
         self._local: Tensor | None = None  # v, while a worker goes on alone
         self._query: Query | None = None
         self._answers: dict[int, Tensor] = {}
+        self._left: set[int] = set()  # without budget
+        self._missed: set[int] = set()  # left out of an earlier query of this step
         self._ask()
 
     @property
@@ -232,8 +245,34 @@ class SynchronousServer(AbstractServer):
         return self._place[0]
 
     @property
+    def stage(self) -> tuple[int, ...]:
+        return (*self._place, self._local is not None)
+
+    @property
     def reason(self) -> str:
         return self._reason
+
+    @property
+    def awaited(self) -> set[int]:
+        return {client for client in range(self.num_clients) if self._is_asked(client)}
+
+    def leave_out(self) -> set[int]:
+        late = self.awaited
+        if self._reason:
+            return set()
+        if self._local is not None:
+            self._move_to(self._point - self.learning_rate * self._local)
+            self._ask()
+        elif len(self._answers) >= (self._least if self._place[1] == 0 else 1):
+            self._end_query()
+        else:
+            return set()
+        return late
+
+    def spent(self, num_records: int) -> list[tuple[AbstractEvent, int]] | None:
+        if self.local_routine is not None:
+            return None
+        return counted((self.plan.event(step), 1) for step in range(self.round))
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -242,6 +281,8 @@ class SynchronousServer(AbstractServer):
         while not self._reason and self._local is None:
             step = self._driver.step
             self._place = (step, self._driver.part)
+            if self._driver.part == 0:
+                self._missed = set()
             if step == self.rounds:
                 self._reason = f"all {self.rounds} rounds were made"
                 return
@@ -259,10 +300,18 @@ class SynchronousServer(AbstractServer):
             return
         estimate = estimate.to(self._point.dtype)
         moved = self._point - self.learning_rate * estimate
-        if self.local_routine is None or self.local_routine.local_steps == 1:
+        if self._worker is None or self._worker in self._left:
             self._move_to(moved)
         elif self._is_finite(moved):
             self._local = estimate
+
+    @property
+    def _worker(self) -> int | None:
+        """The client that goes on alone after the present step."""
+        routine = self.local_routine
+        if routine is None or routine.local_steps == 1:
+            return None
+        return routine.worker_in_turn(self._place[0] + 1, self.num_clients)
 
     def _is_finite(self, point: Tensor) -> bool:
         """Check a model; a run that has diverged ends at the last model that was finite."""
@@ -278,15 +327,24 @@ class SynchronousServer(AbstractServer):
 
     def _release(self, query: Query) -> Release:
         """Return the noised sum over all clients, added up in their order."""
-        total = torch.zeros_like(self._answers[0])
-        for client in range(self.num_clients):
+        total = torch.zeros_like(self._point, dtype=next(iter(self._answers.values())).dtype)
+        total = total[: query.size(len(self._point))]
+        for client in sorted(self._answers):
             total = total + self._answers[client]
         if self.noise == "server":
             source = noise_source(self.seed, self._place[0])
             received = BoundedSum.received(total, query)
             return add_noise(received, query.noise_multiplier, source, World())
         each = query.noise_multiplier * query.clip_norm if query.noise_multiplier else 0.0
-        return Release.received(total, each * math.sqrt(self.num_clients))
+        return Release.received(total, each * math.sqrt(len(self._answers)))
+
+    def _end_query(self) -> None:
+        """Go on with the answers that have come."""
+        assert self._query is not None
+        self._missed = {c for c in range(self.num_clients) if c not in self._answers}
+        released, self._answers = self._release(self._query), {}
+        self._tell(released)
+        self._ask()
 
     # -- messages ----------------------------------------------------------------------------
 
@@ -302,17 +360,16 @@ class SynchronousServer(AbstractServer):
 
     def _is_asked(self, client: int) -> bool:
         """Return True if an answer of this client is missing now."""
-        if self._reason:
+        if self._reason or client in self._left:
             return False
         if self._local is None:
-            return self._query is not None and client not in self._answers
-        assert self.local_routine is not None
-        return client == self.local_routine.worker_in_turn(self._place[0] + 1, self.num_clients)
+            return client not in self._answers and client not in self._missed
+        return client == self._worker
 
     def receive(self, client: int, reply: bytes) -> bool:
         message = read_reply(client, self.num_clients, reply, _PLACE, _VECTORS)
         place = (message["round"], message["part"])
-        if self._reason or place < self._place:
+        if self._reason or place < self._place or client in self._left:
             return False  # it came late
         has_answered = client in self._answers or self._local is not None
         if place == self._place and message.kind == _ANSWER and has_answered:
@@ -320,21 +377,52 @@ class SynchronousServer(AbstractServer):
         if place != self._place or not self._is_asked(client):
             raise MessageError(f"Client {client} answers for {place}, which was not asked of it.")
         if message.kind == REFUSED:
-            self._reason = f"client {client} has no budget left"
+            self._left.add(client)
+            if self._local is not None:
+                self.leave_out()
+            end = budget_end(self.num_clients - len(self._left), self._least)
+            self._reason = self._reason or end
         elif (message.kind == _WALKED) != (self._local is not None):
             raise MessageError(f"Client {client} sent {message.kind!r}, which was not asked of it.")
         elif message.kind == _WALKED:
-            self._move_to(message.reals("x", len(self._point), self._point.dtype))
+            x = message.reals("x", len(self._point), self._point.dtype)
+            if not float((x - self._point).double().norm()) <= self._largest_walk():
+                raise MessageError("x is farther away than the plan's local routine goes.")
+            self._move_to(x)
             self._ask()
         else:
             assert self._query is not None
             size = self._query.size(len(self._point))
-            self._answers[client] = message.reals("sum", size, self._point.dtype)
-            if len(self._answers) == self.num_clients:
-                released, self._answers = self._release(self._query), {}
-                self._tell(released)
-                self._ask()
+            answer = message.reals("sum", size, self._point.dtype, self._largest(self._query))
+            self._answers[client] = answer
+        if self._local is None and self._answers and not self.awaited:
+            self.leave_out()
         return True
+
+    def _largest(self, query: Query) -> float:
+        """Return the largest norm of an honest answer; of one without noise, with certainty."""
+        count, size = self.num_records, query.size(len(self._point))
+        if self.noise == "server":
+            return norm_bound(query.clip_norm, 0.0, count, size, count)
+        batch = self.plan.rate(self._place[0]) * count
+        return norm_bound(query.clip_norm, query.noise_multiplier, batch, size, count)
+
+    def _largest_walk(self) -> float:
+        """Return the farthest that an honest local routine goes, over at least one record.
+
+        ‖x_k - x_(k-1)‖ = η ‖v_k‖, and v grows by a noised mean of clip norm C3 ‖x_(k-1) - x_(k-2)‖.
+        """
+        routine, v = self.local_routine, self._local
+        assert routine is not None and v is not None
+        q, z, draws = routine.sample_rate, routine.noise_multiplier, routine.local_steps
+        mean = norm_bound(routine.diff_norm, z, 1.0, len(v), 1.0, draws) / q
+        slope = float(v.double().norm())
+        far = step = routine.learning_rate * slope
+        for _ in range(1, routine.local_steps):
+            slope += mean * step
+            step = routine.learning_rate * slope
+            far += step
+        return 1.001 * far
 
     def state_dict(self) -> State:
         return {
@@ -343,6 +431,8 @@ class SynchronousServer(AbstractServer):
             "step": self._place[0],
             "part": self._place[1],
             "reason": self._reason,
+            "left": sorted(self._left),
+            "missed": sorted(self._missed),
             "estimator": self._driver.state,
             "local": self._local,
         }
@@ -354,14 +444,15 @@ class SynchronousServer(AbstractServer):
         # Where a worker goes on alone, the step's queries have all been answered.
         following = (step, part) if self._local is None else (step + 1, 0)
         self._driver = Driver(self.plan.estimator, state["estimator"], *following)
-        self._reason = str(state["reason"])
+        self._reason, self._left = str(state["reason"]), set(state["left"])
         self._query, self._answers = None, {}
         self._ask()
+        self._missed = set(state["missed"])
 
     @property
     def _configuration(self) -> dict[str, object]:
         names = ("run", "plan", "rounds", "num_clients", "num_records", "learning_rate", "noise")
-        parts = {name: getattr(self, name) for name in (*names, "local_routine")}
+        parts = {name: getattr(self, name) for name in (*names, "local_routine", "quorum")}
         return {**parts, "size": len(self.start)}
 
 

@@ -144,7 +144,8 @@ def test_a_client_without_budget_leaves_before_the_round_that_would_exceed_it(tm
     through_a_bad_network(
         last, asynchronous(the_plan).clients(tmp_path, target_epsilon=1e-6, run="other"), 0
     )
-    assert (last.applied, last.reason) == ([0, 0], "no client has budget left")
+    reason = "1 of the clients have budget left, and a round needs 2"
+    assert (last.applied, last.reason) == ([0, 0], reason)
 
 
 # -- the client --------------------------------------------------------------------------------

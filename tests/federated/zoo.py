@@ -28,7 +28,7 @@ from lightning_dp.federated.asynchronous import InverseSteps
 from lightning_dp.federated.client import noise_source
 from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
 from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.federated.protocol import AbstractClient, AbstractServer, Message
+from lightning_dp.federated.protocol import AbstractClient, AbstractServer, Message, Quorum
 from lightning_dp.federated.synchronous import BVRLSGD, QueryClient, SynchronousServer
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.noise_plan import NoisePlan
@@ -36,6 +36,7 @@ from lightning_dp.sparsify import shared_mask
 
 SIZE, CLIENTS, RECORDS, ROUNDS = 4, 3, 30, 6
 Z, RATE, DELTA, SEED = 2.0, 0.2, 1e-5, 50
+EVERYBODY = Quorum(CLIENTS, tries=10**6, patience=20.0)
 START = torch.linspace(-0.5, 0.5, SIZE, dtype=torch.float64)
 
 
@@ -216,19 +217,19 @@ class Federation:
     """Server and clients of a run, what each client is charged, and the model at its end.
 
     Args:
-        server: with the name of the run.
+        server: with the name of the run, the first model and the quorum.
         client: with records, number, ledger and further settings: run, seed, budget.
         events: of client c, over the whole run.
         twin: the end of the run as a loop over rounds, clients and records.
     """
 
-    server: Callable[[str, Tensor], AbstractServer]
+    server: Callable[..., AbstractServer]
     client: Callable[..., AbstractClient]
     events: Callable[[int], list[tuple[AbstractEvent, int]]]
     twin: Callable[[], Tensor]
 
-    def begin(self) -> AbstractServer:
-        return self.server("trial", START)
+    def begin(self, quorum: Quorum = EVERYBODY) -> AbstractServer:
+        return self.server("trial", START, quorum)
 
     def clients(self, folder: Path, **changes: Any) -> Callable[[int], AbstractClient]:
         """Makes client c again, on the ledger that it had."""
@@ -264,9 +265,11 @@ def asynchronous(plan: AsyncPlan, noise: float = Z, clip_norm: float = 1.0) -> F
         return x
 
     events = [(PoissonGaussian(noise, plan.sizes(i) / RECORDS), 1) for i in range(plan.rounds)]
-    return Federation(
-        lambda run, start: AsyncServer(run, plan, start, CLIENTS), client, lambda c: events, twin
-    )
+
+    def server(run: str, start: Tensor, quorum: Quorum = EVERYBODY) -> AsyncServer:
+        return AsyncServer(run, plan, start, CLIENTS, quorum)
+
+    return Federation(server, client, lambda c: events, twin)
 
 
 NEWTON = CubicNewton(
@@ -322,12 +325,11 @@ def fcrn(plan: CubicNewtonPlan, noise: float = 0.8, rate: float = 0.5) -> Federa
 
     each = plan.newton.inner_steps if plan.newton.fresh_batches else 1
     event = Gaussian(noise) if rate == 1 else PoissonGaussian(noise, rate)
-    return Federation(
-        lambda run, start: AsyncServer(run, plan, start, CLIENTS),
-        client,
-        lambda c: [(event, each * plan.rounds)],
-        twin,
-    )
+
+    def server(run: str, start: Tensor, quorum: Quorum = EVERYBODY) -> AsyncServer:
+        return AsyncServer(run, plan, start, CLIENTS, quorum)
+
+    return Federation(server, client, lambda c: [(event, each * plan.rounds)], twin)
 
 
 DIFF2 = Diff2(3, 1.0, 0.6, split=2.0)
@@ -341,10 +343,10 @@ def diff2(
     data = [LogCosh(seed=c) for c in range(CLIENTS)]
     total, ratio = CLIENTS * RECORDS, DIFF2.relative_noise(1)
 
-    def server(run: str, start: Tensor) -> SynchronousServer:
+    def server(run: str, start: Tensor, quorum: Quorum = EVERYBODY) -> SynchronousServer:
         return SynchronousServer(
             *(run, plan, start, ROUNDS, CLIENTS, total, rate),
-            **{"noise": noise_at, "local_routine": routine, "seed": 3},
+            **{"noise": noise_at, "local_routine": routine, "seed": 3, "quorum": quorum},
         )
 
     def client(records: Any, c: int, ledger: Any, **settings: Any) -> QueryClient:

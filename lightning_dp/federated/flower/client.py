@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +30,7 @@ def client_app(
     build: Callable[[Context], Records],
     protocol: Callable[[Context, str, Records, ReleaseLedger], AbstractClient],
     ledger_dir: str | Path | Callable[[Context], str | Path],
+    runs: Collection[str] | None = None,
 ) -> ClientApp:
     """Return Flower's ClientApp that answers the requests of a protocol.
 
@@ -56,6 +57,9 @@ def client_app(
             ``client-`` and the ``partition-id``. All runs over the data must use it, no other data
             may, and its loss is the loss of what was spent. An absolute path, since every process
             of the client must find the same folder.
+        runs: the names of the federations that are answered (``name`` of
+            :func:`~lightning_dp.federated.flower.server_app`); None for any. Others are refused
+            before anything is built.
 
     Raises:
         ValueError: for a ``ledger_dir`` that is relative or a URL.
@@ -73,7 +77,7 @@ def client_app(
     """
     if not callable(ledger_dir):
         ledger_dir = fixed_folder("ledger_dir", ledger_dir)
-    app, clients = ClientApp(), _Clients(build, protocol, ledger_dir)
+    app, clients = ClientApp(), _Clients(build, protocol, ledger_dir, runs)
     app.train()(clients.answer)
     app.query()(clients.introduce)
     return app
@@ -86,6 +90,7 @@ class _Clients:
     build: Callable[[Context], Records]
     protocol: Callable[[Context, str, Records, ReleaseLedger], AbstractClient]
     ledger_dir: str | Path | Callable[[Context], str | Path]
+    runs: Collection[str] | None
     _records: dict[int, Records] = field(default_factory=dict)
 
     def answer(self, message: Message, context: Context) -> Message:
@@ -114,6 +119,8 @@ class _Clients:
     ) -> RecordDict:
         number, num_clients = (_config(context, key) for key in ("partition-id", "num-partitions"))
         asked = facts_of(message)
+        if self.runs is not None and asked["run"] not in self.runs:
+            raise MessageError("this run is not in the list of those that it answers.")
         given = self.ledger_dir(context) if callable(self.ledger_dir) else self.ledger_dir
         folder = fixed_folder("ledger_dir", given)
         folder.mkdir(parents=True, exist_ok=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
+from lightning_dp._refusals import text_of
 from lightning_dp.federated.protocol import Fact, MessageError
 
 __all__ = ["Exchange", "Reply", "facts_of", "pack", "payload_of"]
@@ -46,16 +47,20 @@ class Reply:
     facts: Mapping[str, Fact]
 
 
+class Problem(NamedTuple):
+    """A message that is lost or cannot be used, and True if its client is asked again."""
+
+    sender: str  # the client, or a node that is nobody's yet, at the beginning of a sentence
+    client: int | None
+    text: str
+    again: bool
+
+
 @dataclass(frozen=True)
 class _Flight:
     node: int
     client: int | None  # None: the node is asked for its number
     deadline: float
-
-    @property
-    def sender(self) -> str:
-        """The client, or a node that is nobody's yet, at the beginning of a sentence."""
-        return f"Node {self.node}" if self.client is None else f"Client {self.client}"
 
 
 class Exchange:
@@ -69,24 +74,22 @@ class Exchange:
       node. Another one that names it is asked again later: a node that was killed and started
       again has a new id, and takes its place when the old one is gone.
 
-    The name of the ``run`` and the fingerprint of the server's ``module`` go with every message;
-    ``note`` is called with a sender, a problem, and True if that client is asked again.
+    The name of the ``run`` and the fingerprint of the server's ``module`` go with every message.
     """
 
     def __init__(
         self,
         grid: Grid,
         num_clients: int,
-        *,
         run: str,
+        module: str,
         ttl: float,
         poll_interval: float,
-        module: str = "",
-        note: Callable[[str, str, bool], None] = lambda sender, problem, again: None,
     ) -> None:
-        self._grid, self._num_clients, self._note = grid, num_clients, note
+        self._grid, self._num_clients = grid, num_clients
         self._facts = {"run": run, "module": module}
-        self._ttl, self._poll_interval = ttl, poll_interval
+        self._ttl, self.poll_interval = ttl, poll_interval
+        self._problems: list[Problem] = []
         self._flights: dict[str, _Flight] = {}
         self._nodes: dict[int, int] = {}  # of each client
         self._is_freed = False  # whether a number is, since the last look
@@ -103,6 +106,11 @@ class Exchange:
             for client, node in sorted(self._nodes.items())
             if node not in busy and self._not_before.get(node, 0.0) <= now
         ]
+
+    def take_problems(self) -> list[Problem]:
+        """Return the problems since the last call."""
+        found, self._problems = self._problems, []
+        return found
 
     @property
     def missing(self) -> list[int]:
@@ -125,7 +133,7 @@ class Exchange:
             try:
                 found.append(self._read(flight, message))
             except MessageError as error:
-                self._failed(flight, str(error))
+                self._failed(flight, text_of(error))
         for name in [n for n, each in self._flights.items() if each.deadline < time.monotonic()]:
             self._failed(self._flights.pop(name), f"no reply within {self._ttl} s")
         return found
@@ -137,7 +145,11 @@ class Exchange:
         else:
             self._postpone(reply.node)
         if problem:
-            self._note(f"Client {reply.client}", problem, True)
+            self._note(reply.client, reply.node, problem)
+
+    def _note(self, client: int | None, node: int, problem: str, again: bool = True) -> None:
+        sender = f"Node {node}" if client is None else f"Client {client}"
+        self._problems.append(Problem(sender, client, problem, again))
 
     # -- replies -----------------------------------------------------------------------------
 
@@ -182,7 +194,7 @@ class Exchange:
             self._free(flight)
             raise MessageError("its reply is another client's")
         if not is_all:
-            self._note(f"Client {client}", "some of its facts cannot be kept", False)
+            self._note(client, flight.node, "some of its facts cannot be kept", again=False)
         return Reply(flight.node, client, payload, facts)
 
     # -- nodes -------------------------------------------------------------------------------
@@ -191,7 +203,7 @@ class Exchange:
         now = time.monotonic()
         if now < self._next_look:
             return
-        self._next_look = now + self._poll_interval
+        self._next_look = now + self.poll_interval
         listed = set(self._grid.get_node_ids())
         present = {client: node for client, node in self._nodes.items() if node in listed}
         strangers = listed - set(present.values())
@@ -225,7 +237,7 @@ class Exchange:
 
     def _failed(self, flight: _Flight, problem: str) -> None:
         self._postpone(flight.node)
-        self._note(flight.sender, problem, True)
+        self._note(flight.client, flight.node, problem)
 
     def _free(self, flight: _Flight) -> None:
         """Take a client's number from its node."""
@@ -235,7 +247,7 @@ class Exchange:
 
     def _postpone(self, node: int) -> None:
         failures = self._failures[node] = self._failures.get(node, 0) + 1
-        pause = min(_LONGEST_PAUSE, self._poll_interval * 2.0 ** min(failures, 32))
+        pause = min(_LONGEST_PAUSE, self.poll_interval * 2.0 ** min(failures, 32))
         self._not_before[node] = time.monotonic() + pause
 
     # -- messages ----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
 from lightning_dp._files import local_folder, replaced
-from lightning_dp._refusals import RefusedRun, RefusedSetting
-from lightning_dp._validate import instance, number, whole
+from lightning_dp._refusals import RefusedRun, RefusedSetting, text_of
+from lightning_dp._validate import above_0, instance, whole
+from lightning_dp.accounting import PLDAccountant
 from lightning_dp.federated.client import fingerprint
-from lightning_dp.federated.flower.exchange import Exchange, Reply
-from lightning_dp.federated.protocol import AbstractServer, MessageError
+from lightning_dp.federated.flower.exchange import Exchange, Problem, Reply
+from lightning_dp.federated.protocol import AbstractServer, Attendance, MessageError
 from lightning_dp.functional import flatten, unflatten
 
 __all__ = ["server_app"]
@@ -45,19 +46,23 @@ def server_app(
     evaluate: Callable[[Context, nn.Module], Mapping[str, float]] | None = None,
     ttl: float = 600.0,
     poll_interval: float = 1.0,
-    patience: float = 1800.0,
+    name: str | None = None,
 ) -> ServerApp:
     """Return Flower's ServerApp that runs a protocol to its end.
 
     - At most one message is in flight to each client. A message that is lost, that expires or
       whose client died is asked again, and the client answers with the same bytes.
     - Replies are applied in any order, each once. One that cannot be used, whatever is wrong with it,
-      is logged, and its client is asked again; the others go on.
+      is logged, and its client is asked again; the others go on. By the server's
+      :class:`~lightning_dp.federated.protocol.Quorum` a round goes on without clients that are late
+      or wrong, with one line that names each and its latest problem; and a run that lacks its quorum
+      for too long ends with the latest model, and goes on if it is started again.
     - The server's state is saved to ``server.pt`` before a request leaves that rests on it: if the
-      run dies, a new one with the same ``folder`` goes on from there. While that file is there, no
-      run has ended, and ``model.pt`` is none or an earlier one's.
+      run dies, a new one with the same ``folder`` goes on from there.
     - TensorBoard files, ``federation.json`` (rounds, metrics, every client's ε; also of a run that
-      fails) and at the end ``model.pt``, the module's ``state_dict``, are in ``folder``.
+      fails) and at the end ``model.pt``, the module's ``state_dict``, are in ``folder``. ``epsilon`` of
+      a client is what it claims, and ``epsilon_of_plan`` what the rounds cost by the plan, where that
+      is known. A claim that falls is logged: that client's ledger was lost, or is another one.
 
     Assign the result at module level: Flower looks for it there.
 
@@ -67,23 +72,20 @@ def server_app(
             same, and refuse a server whose frozen weights differ. The server needs no training data.
         protocol: the server's state machine, from Flower's context, the name of the run (no other
             run has it) and the trained parameters as a flat vector.
-        num_clients: how many clients take part; the run waits for all of them.
+        num_clients: how many clients take part, sooner or later.
         folder: where results go, and where a run that died is found again. A relative path is one
             from the working directory in which this function is called.
         evaluate: metrics of the global model, on data that the server may use. They are not
             covered by any client's ε if those data are private.
         ttl: seconds after which a message counts as lost; longer than a round takes.
         poll_interval: seconds between two looks for replies when nothing happens.
-        patience: seconds without a reply that is applied after which the run fails. A client that
-            only says that it lost the model, or repeats what was applied, is none.
+        name: of the run, if clients are given a list of those that they answer; no other run over
+            their data may have had it. By default a random one.
 
     Raises:
         ValueError: for numbers that are not greater than 0, or a ``folder`` that is not on a local disk.
-        RuntimeError: in a run, if no reply could be used for ``patience`` seconds.
     """
-    for name, value in (("ttl", ttl), ("poll_interval", poll_interval), ("patience", patience)):
-        if not number(name, value) > 0:
-            raise ValueError(f"{name}={value} must be greater than 0.")
+    ttl, poll_interval = above_0("ttl", ttl), above_0("poll_interval", poll_interval)
     here = Path.cwd()
     if not callable(num_clients):
         num_clients = whole("num_clients", num_clients)
@@ -99,35 +101,17 @@ def server_app(
         module = instance("build(context)", build(context), nn.Module)
         params = [param for param in module.parameters() if param.requires_grad]
         saved = _saved(place)
-        name = saved["run"] if saved else secrets.token_hex(8)
-        machine = protocol(context, name, flatten(params))
+        run = saved["run"] if saved else name or secrets.token_hex(8)
+        machine = protocol(context, run, flatten(params))
         _check_machine(machine, count)
         if saved:
             try:
                 machine.load_state_dict(saved["state"])
             except (KeyError, TypeError, AttributeError, IndexError) as error:
                 raise _unreadable(place / _STATE, error) from None
-        logbook = Logbook(place)
-        _ServerRun(
-            exchange=Exchange(
-                grid,
-                count,
-                run=name,
-                ttl=ttl,
-                poll_interval=poll_interval,
-                module=fingerprint(module),
-                note=logbook.add_problem,
-            ),
-            name=name,
-            machine=machine,
-            module=module,
-            params=params,
-            metrics=lambda: evaluate(context, module) if evaluate else {},
-            logbook=logbook,
-            folder=place,
-            poll_interval=poll_interval,
-            patience=patience,
-        ).to_the_end()
+        metrics = (lambda: evaluate(context, module)) if evaluate else dict[str, float]
+        exchange = Exchange(grid, count, run, fingerprint(module), ttl, poll_interval)
+        _ServerRun(run, machine, module, params, metrics, exchange, place).to_the_end()
 
     return app
 
@@ -154,55 +138,70 @@ class Logbook:
 
     def add_client(self, client: int, facts: Mapping[str, Any], step: int | None) -> None:
         """Note the facts of a client; with ``step``, of its reply, which is counted."""
-        self._clients[client] = {**self._clients.get(client, {}), **facts, "client": client}
+        before = self._clients.get(client, {})
+        self._clients[client] = {**before, **facts, "client": client}
+        if facts.get("epsilon", math.inf) < before.get("epsilon", 0.0):
+            _log.warning(
+                "Client %s claims epsilon %.4g after %.4g: its ledger was lost, or is another one.",
+                *(client, facts["epsilon"], before["epsilon"]),
+            )
         if step is not None:
             self.problems.pop(f"Client {client}", None)
             self._counts["replies"] += 1
             if "epsilon" in facts:
                 self._scalar(f"privacy/epsilon_client_{client}", facts["epsilon"], step)
 
-    def add_problem(self, sender: str, problem: str, again: bool) -> None:
+    def add_problem(self, problem: Problem) -> None:
         """Count and log a problem: each of a client that is asked again, else a new one only."""
-        is_new = self.problems.get(sender) != problem
-        if is_new or (again and sender.startswith("Client")):
+        sender, _, text, again = problem
+        if self.problems.get(sender) != text or (again and problem.client is not None):
             end = " Asking again." if again else ""
-            _log.warning("%s: %s.%s", sender, problem.rstrip("."), end)
-        self.problems[sender] = problem
+            _log.warning("%s: %s.%s", sender, text.rstrip("."), end)
+        self.problems[sender] = text
         self._counts["problems"] += 1
+
+    def add_absences(self, step: int, clients: Iterable[int]) -> None:
+        """Log each client that a round goes on without, and its latest problem."""
+        for client in sorted(clients):
+            problem = self.problems.get(f"Client {client}", "it has not replied")
+            _log.warning("Round %d goes on without client %d: %s", step, client, problem)
+            self._counts["left out"] += 1
 
     def add_model(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a new global model."""
         self._metrics = {name: float(value) for name, value in metrics.items()}
-        for name, value in self._metrics.items():
-            self._scalar(f"global/{name}", value, step)
-        for name, count in self._counts.items():
-            self._scalar(f"progress/{name}", count, step)
-        if self._spent:
-            self._scalar("privacy/epsilon_max", max(self._spent), step)
+        scalars = {f"global/{name}": value for name, value in self._metrics.items()}
+        scalars |= {f"progress/{name}": count for name, count in self._counts.items()}
+        if claims := self._claims:
+            scalars["privacy/epsilon_max"] = max(claims)
+        for name, value in scalars.items():
+            self._scalar(name, value, step)
         self._writer.flush()
 
     @property
-    def _spent(self) -> list[float]:
+    def _claims(self) -> list[float]:
         return [facts["epsilon"] for facts in self._clients.values() if "epsilon" in facts]
 
     def line(self, step: int) -> str:
         """Return one line for the console: the progress of the run."""
         parts = [f"{name} {value:.4g}" for name, value in self._metrics.items()]
-        if self._spent:
-            parts.append(f"largest epsilon of a client {max(self._spent):.4g}")
+        if claims := self._claims:
+            parts.append(f"largest epsilon that a client claims {max(claims):.4g}")
         parts += [f"{count} {name}" for name, count in self._counts.items()]
         return f"Federation: {step} rounds are over; " + ", ".join(parts)
 
-    def close(self, step: int, reason: str) -> None:
+    def close(self, machine: AbstractServer, reason: str) -> None:
         """Write the summary of a run that is over or has failed, whatever the facts were."""
+        clients = {}
+        for client, facts in sorted(self._clients.items()):
+            planned = _epsilon_of_plan(machine, facts)
+            clients[str(client)] = _json({**facts, **planned})
         summary = {
-            "rounds": step,
+            "rounds": machine.round,
             "ended": reason,
             "metrics": _json(self._metrics),
             **self._counts,
-            "clients": {
-                str(client): _json(facts) for client, facts in sorted(self._clients.items())
-            },
+            "clients": clients,
         }
         content = json.dumps(summary, allow_nan=False, indent=2) + "\n"
         with replaced(self._path, mode=None) as file:
@@ -212,6 +211,18 @@ class Logbook:
     def _scalar(self, name: str, value: float, step: int) -> None:
         if math.isfinite(value):  # TensorBoard draws no infinite ε; the summary has it
             self._writer.add_scalar(name, value, step)
+
+
+def _epsilon_of_plan(machine: AbstractServer, facts: Mapping[str, Any]) -> dict[str, float]:
+    """Return ε of the rounds so far by the plan, at a client's own δ, relation and size."""
+    try:
+        history = machine.spent(facts["num_records"]) if facts["unit"] == "record" else None
+        if history is None:
+            return {}
+        epsilon = PLDAccountant().epsilon(history, facts["delta"], facts["relation"])
+    except (KeyError, ValueError, TypeError, ArithmeticError):  # facts may be anybody's
+        return {}
+    return {"epsilon_of_plan": epsilon}
 
 
 def _json(numbers: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,74 +237,90 @@ def _json(numbers: Mapping[str, Any]) -> dict[str, Any]:
 class _ServerRun:
     """One run of the ServerApp."""
 
-    exchange: Exchange
     name: str
     machine: AbstractServer
     module: nn.Module
     params: list[nn.Parameter]
     metrics: Callable[[], Mapping[str, float]]
-    logbook: Logbook
+    exchange: Exchange
     folder: Path
-    poll_interval: float
-    patience: float
     _next_line: float = 0.0
 
     def to_the_end(self) -> None:
-        """Ask, collect and apply, until the protocol is done."""
+        """Ask, collect and apply, until the protocol is done or lacks its quorum for too long."""
+        self.logbook = Logbook(self.folder)
+        self.attendance = Attendance(self.machine.quorum, time.monotonic())
         try:
             self._go_on()
         except BaseException as error:
-            self.logbook.close(
-                self.machine.round,
-                f"it failed ({type(error).__name__}); a new run in this folder goes on",
-            )
+            why = f"it failed ({type(error).__name__}); a new run in this folder goes on"
+            self.logbook.close(self.machine, why)
             raise
         _save(self.module.state_dict(), self.folder / "model.pt")
-        self.logbook.close(self.machine.round, self.machine.reason)
-        (self.folder / _STATE).unlink()  # the next run is a new one
+        reason = self.machine.reason or "no quorum; a new run in this folder goes on"
+        self.logbook.close(self.machine, reason)
+        if self.machine.is_done:
+            (self.folder / _STATE).unlink()  # the next run is a new one
         _console.info(self.logbook.line(self.machine.round))
 
     def _go_on(self) -> None:
+        machine, quorum = self.machine, self.machine.quorum
         self._publish()
         self._save_state()
-        shown = self.machine.round
+        stage, published = machine.stage, machine.round
         heard_at, pause = time.monotonic(), _SHORTEST_PAUSE
-        while not self.machine.is_done:
+        while not machine.is_done:
             for client in self.exchange.idle:
-                if (request := self.machine.request(client)) is not None:
+                if (request := machine.request(client)) is not None:
                     self.exchange.send(client, request)
             applied = [self._apply(reply) for reply in self.exchange.collect()]
-            if any(applied):
+            for problem in self.exchange.take_problems():
+                self.logbook.add_problem(problem)
+                if problem.again and problem.client is not None:
+                    self.attendance.fail(problem.client)
+            now, left_out = time.monotonic(), set[int]()
+            is_lost = not any(applied) and now - heard_at > quorum.patience
+            if machine.stage == stage and (
+                is_lost or self.attendance.is_over(machine.awaited, now)
+            ):
+                left_out = machine.leave_out()
+                self.logbook.add_absences(stage[0], left_out)
+            if machine.stage != stage:
+                stage = machine.stage
+                self.attendance.begin(now, left_out)
+            if any(applied) or left_out:
                 self._save_state()
-                if self.machine.round != shown:
-                    shown = self.machine.round
+                if machine.round != published:
+                    published = machine.round
                     self._publish()
-                heard_at, pause = time.monotonic(), _SHORTEST_PAUSE
-            elif time.monotonic() - heard_at > self.patience:
-                raise RefusedRun(
-                    f"No reply could be used for {self.patience} s. Clients without a SuperNode: "
-                    f"{self.exchange.missing}. Latest problems: {self.logbook.problems}. Start the "
-                    "missing SuperNodes, and look into the logs of the clients that fail; a new run with "
-                    "the same folder goes on where this one stopped.",
-                    topic="federated-server",
+                heard_at, pause = now, _SHORTEST_PAUSE
+            elif is_lost:
+                _log.warning(
+                    "The run ends: no reply could be used for %s s, and round %d lacks its quorum. "
+                    "Clients without a SuperNode: %s. Latest problems: %s. Start the missing SuperNodes, "
+                    "and look into the logs of the clients that fail; a new run with the same folder "
+                    "goes on where this one stopped.",
+                    *(quorum.patience, machine.round, self.exchange.missing, self.logbook.problems),
                 )
+                return
             else:
                 time.sleep(pause)
-                pause = min(2 * pause, self.poll_interval)
+                pause = min(2 * pause, self.exchange.poll_interval)
 
     def _apply(self, reply: Reply) -> bool:
         """Give a reply to the protocol; return True if it has gone on by it."""
-        if reply.payload is None:
+        applied, problem = False, ""
+        if reply.payload is None:  # the client has come, or come back
+            self.attendance.hear(reply.client)
             self.logbook.add_client(reply.client, reply.facts, None)
             return False
         try:
             # A machine that returns nothing has taken it.
             applied = self.machine.receive(reply.client, reply.payload) is not False
+            self.attendance.hear(reply.client)
         except MessageError as error:
-            problem = f"its reply cannot be used: {error}"
-            self.exchange.settle(reply, problem=problem, applied=False)
-            return False
-        self.exchange.settle(reply, applied=applied)
+            problem = f"its reply cannot be used: {text_of(error)}"
+        self.exchange.settle(reply, problem=problem, applied=applied)
         if applied:
             self.logbook.add_client(reply.client, reply.facts, self.machine.round)
         return applied

@@ -87,5 +87,4 @@ server = server_app(
     folder=lambda context: out(context) / "server",
     poll_interval=0.2,
     ttl=40.0,
-    patience=300.0,
 )
