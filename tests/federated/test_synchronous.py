@@ -71,7 +71,7 @@ def test_a_run_whose_quorum_has_no_budget_ends(tmp_path):
     make = diff2("server").clients(tmp_path, target_epsilon=target)
     through_a_bad_network(machine, make, 0)
     assert machine.round == 4
-    assert machine.reason == "1 of the clients have budget left, and a round needs 2"
+    assert machine.reason == "2 of the clients have budget left, and a round needs 3"
     assert make(0).epsilon <= target
 
 

@@ -55,6 +55,10 @@ class LogCosh:
     def num_records(self) -> int:
         return len(self.y)
 
+    def check_point(self, point: Tensor) -> None:
+        if point.shape != (SIZE,) or point.dtype != torch.float64:
+            raise ValueError(f"{tuple(point.shape)} of {point.dtype} was sent.")
+
     def rows(self, point: Tensor, direction: Tensor | None = None, records: Any = None) -> Tensor:
         """Each record's gradient, or its Hessian times the direction."""
         x, y = (part if records is None else part[list(records)] for part in (self.x, self.y))
@@ -207,6 +211,13 @@ def batch(c: int, i: int, rate: float) -> list[int]:
     return Poisson().draw(RECORDS, rate, random_generator(SEED + c, 1, i)).tolist()
 
 
+IsThere = Callable[[int, int], bool]  # of a client and a round
+
+
+def always(c: int, i: int) -> bool:
+    return True
+
+
 def noised(total: Tensor, std: float, source: Any) -> Tensor:
     source.add_normal(total, std)
     return total
@@ -220,13 +231,13 @@ class Federation:
         server: with the name of the run, the first model and the quorum.
         client: with records, number, ledger and further settings: run, seed, budget.
         events: of client c, over the whole run.
-        twin: the end of the run as a loop over rounds, clients and records.
+        twin: the end of the run as a loop over rounds, clients and records, of those who are there.
     """
 
     server: Callable[..., AbstractServer]
     client: Callable[..., AbstractClient]
     events: Callable[[int], list[tuple[AbstractEvent, int]]]
-    twin: Callable[[], Tensor]
+    twin: Callable[..., Tensor]
 
     def begin(self, quorum: Quorum = EVERYBODY) -> AbstractServer:
         return self.server("trial", START, quorum)
@@ -251,13 +262,13 @@ def asynchronous(plan: AsyncPlan, noise: float = Z, clip_norm: float = 1.0) -> F
             records, plan, ClientPrivacy(clip_norm, noise, **privacy), ledger, run=run
         )
 
-    def twin() -> Tensor:
+    def twin(is_there: IsThere = always) -> Tensor:
         x, before = START, 0
         for i in range(plan.rounds):
             size = plan.sizes(i)
             mask = slice(None) if plan.keep is None else plan.coordinates(i, SIZE)
             moved = x.clone()
-            for c in range(CLIENTS):
+            for c in (c for c in range(CLIENTS) if is_there(c, i)):
                 rows = LogCosh(seed=c).rows(x, records=batch(c, i, size / RECORDS))[:, mask]
                 total = noised(clipped(rows, 1.0), noise * 1.0, noise_source(SEED + c, i, 0))
                 moved[mask] -= 0.05 / (1 + 0.01 * before) * total * SIZE / len(total)
@@ -310,11 +321,11 @@ def fcrn(plan: CubicNewtonPlan, noise: float = 0.8, rate: float = 0.5) -> Federa
             average = average + 2 * (s + 1) / (tau * (tau + 1)) * v
         return average
 
-    def twin() -> Tensor:
+    def twin(is_there: IsThere = always) -> Tensor:
         x = START
         for t in range(plan.rounds):
             moves = torch.zeros_like(x)
-            for c in range(CLIENTS):
+            for c in (c for c in range(CLIENTS) if is_there(c, t)):
                 newton, moved = plan.newton, torch.zeros_like(x)
                 mask = shared_mask(newton.mask_seed + c, t, SIZE, newton.kept(SIZE))
                 solved = torch.arange(SIZE) if plan.whole_steps else mask
@@ -353,24 +364,23 @@ def diff2(
         own = {"rounds": ROUNDS, "trusts_server": noise_at == "server", "local_routine": routine}
         return QueryClient(records, plan, ledger, client=c, num_clients=CLIENTS, **own, **settings)
 
-    def twin() -> Tensor:
+    def twin(is_there: IsThere = always) -> Tensor:
         x, before, v = START, START, START * 0
         for r in range(ROUNDS):
             restart = r % 3 == 0
             radius = 1.0 if restart else 0.6 * float((x - before).norm())
-            sums = []
-            for c in range(CLIENTS):
+            std, answer = noise * (1 if restart else ratio) * radius, START * 0
+            for c in (c for c in range(CLIENTS) if is_there(c, r)):
                 rows = data[c].rows(x) - (0 if restart else data[c].rows(before))
-                std = noise * (1 if restart else ratio) * radius
-                sums.append(clipped(rows, radius))
+                part = clipped(rows, radius)
                 if noise_at == "client":
-                    sums[c] = noised(sums[c], std, noise_source(SEED + c, 2 * r, 0))
-            answer = sum(sums)
+                    part = noised(part, std, noise_source(SEED + c, 2 * r, 0))
+                answer = answer + part
             if noise_at == "server":
                 answer = noised(answer, std, noise_source(3, r))
             v = answer / total + (0 if restart else v)
             before, x = x, x - rate * v
-            if routine is not None:
+            if routine is not None and is_there((r + 1) % CLIENTS, r):
                 x = walk((r + 1) % CLIENTS, r, before, x, v)
         return x
 
