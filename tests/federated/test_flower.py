@@ -274,7 +274,8 @@ class Node:
 
 
 def serve(folder: Path, rounds: int, client: Any, **changes: Any) -> LoopbackGrid:
-    plan = AsyncPlan(rounds, PolynomialSizes(a=0, b=8), InverseSteps(0.5))
+    limits = changes.pop("limits", {})
+    plan = AsyncPlan(rounds, PolynomialSizes(a=0, b=8), InverseSteps(0.5), **limits)
     grid = changes.pop("grid", LoopbackGrid)(client, changes.pop("nodes", CLIENTS))
     count, quorum = changes.get("num_clients", CLIENTS), changes.pop("quorum", EVERYBODY)
 
@@ -446,6 +447,141 @@ def test_patience_is_not_renewed_by_a_client_that_answers_without_getting_on(tmp
     assert "No reply could be used" not in caplog.text and "no reply could be used" in caplog.text
     assert summary(tmp_path)["rounds"] == 1 and "no quorum" in summary(tmp_path)["ended"]
     assert (tmp_path / "server" / "server.pt").exists()  # to go on with
+
+
+# -- a quorum ----------------------------------------------------------------------------------
+
+HASTY = Quorum(clients=2, wait=0.5, tries=2, patience=0.5)
+
+
+def without_client_1(rounds: int, since: int) -> Tensor:
+    x = WIDE
+    for i in range(rounds):
+        x = x - 0.5 * sum(value(c, i) for c in range(CLIENTS) if c != 1 or i < since)
+    return x
+
+
+@pytest.mark.parametrize("way", ["stale", "error", "nonsense", "million", "silent"])
+def test_a_round_goes_on_without_a_client_that_is_of_no_use(tmp_path, way, log):
+    """From round 1 on; a line a round names it, and what it did; the others wait once at most."""
+
+    class Useless(Node):
+        def __call__(self, message: Message, context: Context) -> Message:
+            good = Message(self.answer(message, context), reply_to=message)
+            if context.node_id != 101 or message.metadata.message_type == "query":
+                return good
+            i = Content.from_bytes(payload_of(message))["round"]
+            if i == 0:
+                return good
+            if way in ("error", "silent"):
+                return error(2 if way == "error" else 4, "no")(message, good.content)
+            content = {
+                "stale": Content("update", {"round": i - 1}, {"update": value(1, i - 1)}),
+                "nonsense": Content("nonsense", {"round": i}),
+                "million": Content("update", {"round": i}, {"update": value(1, i) + 1e6}),
+            }[way]
+            return Message(pack(content.to_bytes(), {"client": 1}), reply_to=message)
+
+    limits = {"max_grad_norm": 1.0, "noise_multiplier": 2.0}
+    begin = time.perf_counter()
+    serve(tmp_path, 5, Useless(), quorum=HASTY, limits=limits)
+    assert time.perf_counter() - begin < 10
+    torch.testing.assert_close(model(tmp_path), without_client_1(5, since=1))
+    found = summary(tmp_path)
+    assert (found["rounds"], found["left out"]) == (5, 4)
+    lines = [each.getMessage() for each in log("goes on without client 1")]
+    assert [line.split()[1] for line in lines] == ["1", "2", "3", "4"]
+    because = {
+        "error": "error 2",
+        "silent": "error 4",
+        "million": "longer than",
+        "stale": "not rep",
+    }
+    assert all(because.get(way, "another protocol") in line for line in lines)
+
+
+def test_a_client_that_comes_late_takes_part_from_then_on(tmp_path, log):
+    grid = LoopbackGrid(Node(), CLIENTS)
+    late, look = grid._nodes.pop(101), LoopbackGrid.get_node_ids
+    quorum = Quorum(clients=2, wait=0.2)
+
+    def server(run: str, x: Tensor) -> AsyncServer:
+        plan = AsyncPlan(40, PolynomialSizes(a=0, b=8), InverseSteps(0.5))
+        machine = AsyncServer(run, plan, x, CLIENTS, quorum)
+        receive = machine.receive
+
+        def admit(client: int, reply: bytes) -> bool:
+            if machine.round == 3:
+                grid._nodes[101] = late
+            return receive(client, reply)
+
+        machine.receive = admit
+        return machine
+
+    grid.start(server_of(server, tmp_path, start=WIDE))
+    missed = len(log("goes on without client 1: it has not replied"))
+    assert 4 <= missed < 40 and look(grid)
+    x = without_client_1(40, since=0)
+    for i in range(missed, 40):
+        x = x - 0.5 * value(1, i)
+    torch.testing.assert_close(model(tmp_path), x)
+
+
+def test_a_run_without_its_quorum_ends_with_its_model_and_is_gone_on_with(tmp_path, caplog):
+    """Its clients have paid for the rounds that are in the model, and pay for each once."""
+    client, quorum = client_of(SGD, tmp_path), replace(HASTY, wait=5.0)
+
+    class Leaving(LoopbackGrid):
+        def push_messages(self, messages):
+            if len(self._nodes) == CLIENTS and history_length(tmp_path) >= 2 * CLIENTS:
+                del self._nodes[101], self._nodes[102]
+            return super().push_messages(messages)
+
+    for kind in (Leaving, LoopbackGrid):
+        server = server_of(lambda run, x: SGD.server(run, x, quorum), tmp_path)
+        kind(client, CLIENTS).start(server)
+        if kind is Leaving:
+            found = summary(tmp_path)
+            assert found["rounds"] == 2 and "no quorum; a new run in this folder" in found["ended"]
+            assert float((model(tmp_path) - START).norm()) > 0.01
+            assert "Clients without a SuperNode: [1, 2]" in caplog.text
+    check_end(tmp_path)
+
+
+def history_length(folder: Path) -> int:
+    return sum(len(history(folder / "ledgers", f"client-{c}")) for c in range(CLIENTS))
+
+
+def test_a_client_answers_the_runs_on_its_list_only(tmp_path, log):
+    plan = AsyncPlan(2, PolynomialSizes(0, 3), InverseSteps(0.1), noise_multiplier=2.0)
+
+    def protocol(context: Context, run: str, data: Any, ledger: Any) -> AsyncClient:
+        privacy = ClientPrivacy(1.0, 2.0, target_epsilon=math.inf)
+        return AsyncClient(data, plan, privacy, ledger, run=run)
+
+    client = client_app(
+        *(lambda context: LogCosh(), protocol, tmp_path / "ledgers"), runs=["diabetes 2026"]
+    )
+    for name, folder in ((None, "other"), ("diabetes 2026", "wanted")):
+        server = server_app(
+            lambda context: Weights(),
+            lambda context, run, x: AsyncServer(run, plan, x, 1, Quorum(patience=0.3)),
+            **{"num_clients": 1, "poll_interval": 0.001, "name": name},
+            folder=tmp_path / folder / "server",
+        )
+        LoopbackGrid(client, 1).start(server)
+        assert len(history(tmp_path / "ledgers", "client-0")) == (name is not None)
+    assert log("this run is not in the list of those that it answers")
+    told = summary(tmp_path / "wanted")["clients"]["0"]
+    assert told["epsilon"] == told["epsilon_of_plan"] > 0
+
+
+def test_a_claim_that_falls_is_logged(tmp_path, log):
+    book = Logbook(tmp_path)
+    for epsilon in (0.5, 0.5, 0.7, math.inf, 0.2):
+        book.add_client(1, {"epsilon": epsilon}, 1)
+    (line,) = log("claims epsilon")
+    assert line.getMessage().startswith("Client 1 claims epsilon 0.2 after inf")
 
 
 # -- whose number it is ------------------------------------------------------------------------

@@ -309,7 +309,7 @@ class _ServerRun:
 
     def _apply(self, reply: Reply) -> bool:
         """Give a reply to the protocol; return True if it has gone on by it."""
-        applied, problem = False, ""
+        applied, problem = False, "its reply came twice, or too late"
         if reply.payload is None:  # the client has come, or come back
             self.attendance.hear(reply.client)
             self.logbook.add_client(reply.client, reply.facts, None)
@@ -318,6 +318,7 @@ class _ServerRun:
             # A machine that returns nothing has taken it.
             applied = self.machine.receive(reply.client, reply.payload) is not False
             self.attendance.hear(reply.client)
+            problem = "" if applied else problem
         except MessageError as error:
             problem = f"its reply cannot be used: {text_of(error)}"
         self.exchange.settle(reply, problem=problem, applied=applied)
