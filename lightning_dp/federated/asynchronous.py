@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dp._described import check_same, described
 from lightning_dp._noise import NoiseSource
 from lightning_dp._refusals import RefusedSetting, text_of
 from lightning_dp._validate import (
@@ -40,15 +39,12 @@ from lightning_dp.federated.ledger import ReleaseLedger, check_budget
 from lightning_dp.federated.protocol import (
     MAJORITY,
     REFUSED,
-    AbstractServer,
     Message,
     MessageError,
     Quorum,
+    QuorumServer,
     Records,
-    budget_end,
-    check_start,
     norm_bound,
-    read_reply,
 )
 from lightning_dp.sampling import Poisson
 from lightning_dp.sparsify import shared_mask
@@ -452,7 +448,7 @@ class AsyncClient(RoundClient):
 
 
 @dataclass
-class AsyncServer(AbstractServer):
+class AsyncServer(QuorumServer):
     """v̂ ← ``plan.move(v̂, i, U, c)`` for each update (i, c, U), as they come, each once.
 
     With an :class:`AsyncPlan` that is v̂ - η̄_i U; with a
@@ -499,29 +495,19 @@ class AsyncServer(AbstractServer):
 
     def __post_init__(self) -> None:
         self.num_clients = whole("num_clients", self.num_clients, 1, 2**31)
-        self._least = instance("quorum", self.quorum, Quorum).least(self.num_clients)
-        check_start(self.start)
+        self._begin()
         instance("plan", self.plan, RoundPlan)  # type: ignore[type-abstract]
         self.plan.update_size(len(self.start))
         planned = getattr(self.plan, "clients", self.num_clients)
         if planned != self.num_clients:
             raise ValueError(f"num_clients={self.num_clients}, but the plan has clients={planned}.")
-        self._point = self.start.detach().clone()
-        self._broadcast = self._point  # v̂ when the current round became the earliest one
         self._applied = [0] * self.num_clients
-        self._left: set[int] = set()
-        # k, and how many clients are at it: counted, so that an update costs the same for any
-        # number of clients. And how many updates of rounds k, k + 1, ... there are.
-        self._round, self._behind = 0, self.num_clients
-        self._counts: Counter[int] = Counter()
-
-    @property
-    def point(self) -> Tensor:
-        return self._point.clone()
+        self._counts: Counter[int] = Counter()  # updates of rounds k, k + 1, ...
+        self._end_round()
 
     @property
     def applied(self) -> list[int]:
-        """The round that each client is at: those below are in v̂, or it was left out of them."""
+        """The round of each client: those below are in v̂, except those that it was left out of."""
         return list(self._applied)
 
     @property
@@ -533,36 +519,32 @@ class AsyncServer(AbstractServer):
     def reason(self) -> str:
         if self.round == self.plan.rounds:
             return f"all {self.plan.rounds} rounds were made"
-        return budget_end(self.num_clients - len(self._left), self._least)
+        return self._end_of_budgets()
 
     @property
     def awaited(self) -> set[int]:
-        return {c for c, n in enumerate(self._applied) if n == self._round and c not in self._left}
+        return set(self._awaited)
 
     def leave_out(self) -> set[int]:
-        late = self.awaited
+        late = self._awaited
         if self.is_done or not self._counts[self._round] >= self._least:
             return set()
         for client in late:
             self._applied[client] += 1
-        self._behind = 0
-        self._look_for_end_of_round()
+        self._end_round()
         return late
 
     def spent(self, num_records: int) -> list[tuple[AbstractEvent, int]] | None:
         found = [self.plan.cost(i, num_records) for i in range(self.round)]
         return None if None in found else counted((e, 1) for each in found for e in each or ())
 
-    def _look_for_end_of_round(self) -> None:
-        """Find k again, once no client is left at it."""
-        if self._behind:
-            return
-        staying = [n for c, n in enumerate(self._applied) if c not in self._left]
-        self._round = min(staying or [max(self._applied)])
-        self._behind = staying.count(self._round)
-        self._broadcast = self._point
-        for i in [i for i in self._counts if i < self._round]:
-            del self._counts[i]
+    def _end_round(self) -> None:
+        """Find k and the clients that are at it, once there are none: not after each update."""
+        staying = {c: n for c, n in enumerate(self._applied) if c not in self._left}
+        self._round = min(staying.values(), default=max(self._applied))
+        self._awaited = {c for c, n in staying.items() if n == self._round}
+        self._broadcast = self._point  # v̂ when this round became the earliest one
+        self._counts = Counter({i: n for i, n in self._counts.items() if i >= self._round})
 
     def _may_answer(self, client: int) -> bool:
         """Return True if there is a round that this client may do now."""
@@ -577,7 +559,7 @@ class AsyncServer(AbstractServer):
         return Message(ROUND, {"run": self.run, "round": i}, {"model": model}).to_bytes()
 
     def receive(self, client: int, reply: bytes) -> bool:
-        message = read_reply(client, self.num_clients, reply, ("round",), {UPDATE: ("update",)})
+        message = self._read(client, reply, ("round",), {UPDATE: "update"})
         i = message["round"]
         if i < self._applied[client] or client in self._left:
             return False  # it came twice, or late
@@ -597,35 +579,21 @@ class AsyncServer(AbstractServer):
             self._point = point
             self._applied[client] += 1
             self._counts[i] += 1
-        if i == self._round:
-            self._behind -= 1
-            self._look_for_end_of_round()
+        self._awaited.discard(client)
+        if not self._awaited:
+            self._end_round()
         return True
 
     def state_dict(self) -> State:
         return {
-            "configuration": described(self._configuration),
-            "point": self._point.clone(),
+            **super().state_dict(),
             "broadcast": self._broadcast.clone(),
             "applied": list(self._applied),
-            "left": sorted(self._left),
             "counts": dict(self._counts),
         }
 
     def load_state_dict(self, state: State) -> None:
-        check_same(state["configuration"], self._configuration)
-        self._applied, self._left = list(state["applied"]), set(state["left"])
-        self._point, self._behind = state["point"].clone(), 0
-        self._counts = Counter(state["counts"])
-        self._look_for_end_of_round()
+        super().load_state_dict(state)
+        self._applied, self._counts = list(state["applied"]), Counter(state.get("counts", {}))
+        self._end_round()
         self._broadcast = state["broadcast"].clone()
-
-    @property
-    def _configuration(self) -> dict[str, object]:
-        return {
-            "run": self.run,
-            "plan": self.plan,
-            "num_clients": self.num_clients,
-            "quorum": self.quorum,
-            "size": len(self._point),
-        }

@@ -7,7 +7,7 @@ import logging
 import math
 import reprlib
 import zlib
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
@@ -27,7 +27,6 @@ from lightning_dp.estimators.base import AbstractEstimator, share_of_noise
 from lightning_dp.federated.ledger import Budget, ReleaseLedger, Spending
 from lightning_dp.federated.protocol import (
     REFUSED,
-    AbstractClient,
     Fact,
     Message,
     MessageError,
@@ -75,8 +74,8 @@ class PlannedRelease:
     keep: bool = True
 
 
-class Client(AbstractClient):
-    """A client, of whichever protocol.
+class Client(ABC):
+    """The client of a protocol: requests in, replies out, one at a time.
 
     For each request, in this order: it is checked; the first time, the model is tried on synthetic
     records; the round is charged to the ledger, on disk; the records are asked, and the answer is
@@ -129,6 +128,7 @@ class Client(AbstractClient):
 
     @property
     def facts(self) -> dict[str, Any]:
+        """Public numbers about this client, among them ``epsilon``, spent so far."""
         return {
             "unit": self.records.unit,
             "seeded": self._seed is not None,
@@ -138,6 +138,12 @@ class Client(AbstractClient):
         }
 
     def answer(self, request: bytes) -> bytes:
+        """Return the reply to a request; if the budget does not allow it, :data:`REFUSED`, uncharged.
+
+        Raises:
+            MessageError: for bytes that are no request of this protocol, or too old a one.
+            JournalError: if the ledger cannot be trusted, or another process uses it.
+        """
         message = Message.from_bytes(request)
         if message.kind not in self.kinds or message["run"] != self.spending.run:
             raise MessageError(

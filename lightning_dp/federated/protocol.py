@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from lightning_dp._described import check_same, described
 from lightning_dp._refusals import Refusal
 from lightning_dp._validate import above_0, instance, normalise, optional, whole
 from lightning_dp.accounting.events import AbstractEvent
@@ -24,19 +25,16 @@ from lightning_dp.boundary import BoundedSum, Query, State
 __all__ = [
     "MAJORITY",
     "REFUSED",
-    "AbstractClient",
     "AbstractServer",
     "Attendance",
     "Fact",
     "Message",
     "MessageError",
     "Quorum",
+    "QuorumServer",
     "Records",
-    "budget_end",
     "check_records",
-    "check_start",
     "norm_bound",
-    "read_reply",
 ]
 
 Fact: TypeAlias = str | int | float | bool
@@ -294,33 +292,77 @@ class AbstractServer(ABC):
         """Go on from there. Raises ValueError if the configuration was another."""
 
 
-class AbstractClient(ABC):
-    """The client of a protocol: requests in, replies out, one at a time.
+class QuorumServer(AbstractServer):
+    """A server with a model, a quorum of its clients, and clients that leave without budget."""
 
-    What it has spent is in its ledger, on disk before a reply is made. A client may die at any
-    moment: a new one, on the same ledger, answers the same request with the same bytes.
-    """
+    run: str
+    start: Tensor
+    num_clients: int
+    _settings: ClassVar[tuple[str, ...]] = ()  # further ones that a resumed run must have
 
-    @abstractmethod
-    def answer(self, request: bytes) -> bytes:
-        """Return the reply to a request; if the budget does not allow it, :data:`REFUSED`, uncharged.
-
-        Raises:
-            MessageError: for bytes that are no request of this protocol, or too old a one.
-            JournalError: if the ledger cannot be trusted, or another process uses it.
-        """
+    def _begin(self) -> None:
+        """Check the first model and the quorum, and begin with them."""
+        start = instance("start", self.start, Tensor)
+        if start.dim() != 1 or not bool(torch.isfinite(start).all()):
+            raise ValueError("start must be a vector of finite numbers.")
+        self._least = instance("quorum", self.quorum, Quorum).least(self.num_clients)
+        self._point, self._left = start.detach().clone(), set[int]()
 
     @property
-    @abstractmethod
-    def facts(self) -> dict[str, Any]:
-        """Public numbers about this client, among them ``epsilon``, spent so far."""
+    def point(self) -> Tensor:
+        return self._point.clone()
 
+    def _end_of_budgets(self) -> str:
+        """Return the reason to end where too few clients have budget; empty if there are enough."""
+        staying = self.num_clients - len(self._left)
+        few = f"{staying} of the clients have budget left, and a round needs {self._least}"
+        return few if staying < self._least else ""
 
-def budget_end(clients: int, least: int) -> str:
-    """Return the reason why a run ends with so many clients that have budget; empty if it does not."""
-    if clients >= least:
-        return ""
-    return f"{clients} of the clients have budget left, and a round needs {least}"
+    def _read(
+        self, client: int, reply: bytes, numbers: tuple[str, ...], vectors: Mapping[str, str]
+    ) -> Message:
+        """Read a reply, and check its sender and its form; its place is not checked yet.
+
+        Args:
+            client: the sender.
+            reply: from anybody.
+            numbers: the facts of every reply, whole numbers >= 0.
+            vectors: the tensor of a reply, by its kind; a refusal has none.
+        """
+        if type(client) is not int or not 0 <= client < self.num_clients:
+            raise MessageError(
+                f"client={reprlib.repr(client)} is none of the clients 0, ..., {self.num_clients - 1}."
+            )
+        message = Message.from_bytes(reply)
+        tensors = {**{kind: {name} for kind, name in vectors.items()}, REFUSED: set[str]()}
+        form = (set(numbers), tensors.get(message.kind))
+        if (set(message.facts), set(message.tensors)) != form:
+            parts = (message.kind, [*message.facts], [*message.tensors])
+            kind, facts, there = (reprlib.repr(part) for part in parts)
+            raise MessageError(
+                f"A reply of kind {kind} with the numbers {facts} and the tensors {there} belongs "
+                "to another protocol."
+            )
+        for name in numbers:
+            message.whole(name)
+        return message
+
+    def state_dict(self) -> State:
+        return {
+            "configuration": described(self._configuration),
+            "point": self._point.clone(),
+            "left": sorted(self._left),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        earlier = {"quorum": MAJORITY}  # versions before it had a quorum wrote none
+        check_same(state["configuration"], self._configuration, earlier.get)
+        self._point, self._left = state["point"].clone(), set(state.get("left", ()))
+
+    @property
+    def _configuration(self) -> dict[str, object]:
+        names = ("run", "plan", "num_clients", "quorum", *self._settings)
+        return {**{name: getattr(self, name) for name in names}, "size": len(self.start)}
 
 
 def check_records(records: object) -> None:
@@ -330,13 +372,6 @@ def check_records(records: object) -> None:
             f"records={reprlib.repr(records)} must be records of a client, such as "
             "LocalRecords(module, data_set)."
         )
-
-
-def check_start(start: object) -> None:
-    """Raise unless this is a model that a server can begin with."""
-    given = instance("start", start, Tensor)
-    if given.dim() != 1 or not bool(torch.isfinite(given).all()):
-        raise ValueError("start must be a vector of finite numbers.")
 
 
 # -- messages ----------------------------------------------------------------------------------
@@ -459,39 +494,3 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
             f"{reprlib.repr(name)} is of shape {shape} and {tensor.dtype}; a message has vectors of "
             f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}."
         )
-
-
-def read_reply(
-    client: int,
-    num_clients: int,
-    content: bytes,
-    numbers: tuple[str, ...],
-    vectors: Mapping[str, tuple[str, ...]],
-) -> Message:
-    """Read a reply, and check its sender and its form; its place in the protocol is not checked yet.
-
-    Args:
-        client, num_clients: the sender, and the number of clients.
-        content: the bytes.
-        numbers: the facts of every reply, whole numbers >= 0.
-        vectors: the tensors of a reply, by its kind; a refusal has none.
-
-    Raises:
-        MessageError: for a sender that is none of the clients, or bytes of another form.
-    """
-    if type(client) is not int or not 0 <= client < num_clients:
-        raise MessageError(
-            f"client={reprlib.repr(client)} is none of the clients 0, ..., {num_clients - 1}."
-        )
-    message = Message.from_bytes(content)
-    tensors = {**vectors, REFUSED: ()}.get(message.kind)
-    if tensors is None or {*message.facts} != {*numbers} or {*message.tensors} != {*tensors}:
-        parts = (message.kind, [*message.facts], [*message.tensors])
-        kind, facts, there = (reprlib.repr(part) for part in parts)
-        raise MessageError(
-            f"A reply of kind {kind} with the numbers {facts} and the tensors {there} belongs to "
-            "another protocol."
-        )
-    for name in numbers:
-        message.whole(name)
-    return message

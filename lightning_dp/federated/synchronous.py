@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dp._described import check_same, described
 from lightning_dp._noise import NoiseSource
 from lightning_dp._refusals import text_of
 from lightning_dp._validate import (
@@ -49,15 +48,12 @@ from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.protocol import (
     MAJORITY,
     REFUSED,
-    AbstractServer,
     Message,
     MessageError,
     Quorum,
+    QuorumServer,
     Records,
-    budget_end,
-    check_start,
     norm_bound,
-    read_reply,
 )
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import Poisson
@@ -65,7 +61,7 @@ from lightning_dp.sampling import Poisson
 __all__ = ["BVRLSGD", "QueryClient", "SynchronousServer"]
 
 _QUERY, _ANSWER, _LOCAL, _WALKED = "query", "answer", "local", "walked"
-_PLACE, _VECTORS = ("round", "part"), {_ANSWER: ("sum",), _WALKED: ("x",)}
+_PLACE, _VECTORS = ("round", "part"), {_ANSWER: "sum", _WALKED: "x"}
 
 
 # -- local steps -------------------------------------------------------------------------------
@@ -161,7 +157,7 @@ class BVRLSGD:
 
 
 @dataclass
-class SynchronousServer(AbstractServer):
+class SynchronousServer(QuorumServer):
     """x_(t+1) = x_t - η v_t, where v_t is an estimator's from the sum of all clients' answers.
 
     At step t the estimator asks all clients the same query. Either
@@ -211,9 +207,12 @@ class SynchronousServer(AbstractServer):
     seed: int | None = None
     quorum: Quorum = MAJORITY
 
+    _settings: ClassVar[tuple[str, ...]] = (
+        *("rounds", "num_records", "learning_rate", "noise", "local_routine"),
+    )
+
     def __post_init__(self) -> None:
         normalise(self, whole, "rounds", "num_clients", "num_records")
-        self._least = instance("quorum", self.quorum, Quorum).least(self.num_clients)
         normalise(self, positive, "learning_rate")
         normalise(self, optional(seed), "seed")
         one_of(("server", "client"))("noise", self.noise)
@@ -224,21 +223,15 @@ class SynchronousServer(AbstractServer):
                 f"learning_rate={self.learning_rate}, but the local routine's is "
                 f"{self.local_routine.learning_rate}: one point would move at two speeds."
             )
-        check_start(self.start)
+        self._begin()
         _check_plan(self.plan, self.noise)
-        self._point = self.start.detach().clone()
         self._driver = Driver.begin(self.plan.estimator, [self._point])
         self._place, self._reason = (0, 0), ""  # step and part that clients are asked for
         self._local: Tensor | None = None  # v, while a worker goes on alone
         self._query: Query | None = None
         self._answers: dict[int, Tensor] = {}
-        self._left: set[int] = set()  # without budget
         self._missed: set[int] = set()  # left out of an earlier query of this step
         self._ask()
-
-    @property
-    def point(self) -> Tensor:
-        return self._point.clone()
 
     @property
     def round(self) -> int:
@@ -367,7 +360,7 @@ class SynchronousServer(AbstractServer):
         return client == self._worker
 
     def receive(self, client: int, reply: bytes) -> bool:
-        message = read_reply(client, self.num_clients, reply, _PLACE, _VECTORS)
+        message = self._read(client, reply, _PLACE, _VECTORS)
         place = (message["round"], message["part"])
         if self._reason or place < self._place or client in self._left:
             return False  # it came late
@@ -380,8 +373,7 @@ class SynchronousServer(AbstractServer):
             self._left.add(client)
             if self._local is not None:
                 self.leave_out()
-            end = budget_end(self.num_clients - len(self._left), self._least)
-            self._reason = self._reason or end
+            self._reason = self._reason or self._end_of_budgets()
         elif (message.kind == _WALKED) != (self._local is not None):
             raise MessageError(f"Client {client} sent {message.kind!r}, which was not asked of it.")
         elif message.kind == _WALKED:
@@ -426,34 +418,25 @@ class SynchronousServer(AbstractServer):
 
     def state_dict(self) -> State:
         return {
-            "configuration": described(self._configuration),
-            "point": self._point.clone(),
+            **super().state_dict(),
             "step": self._place[0],
             "part": self._place[1],
             "reason": self._reason,
-            "left": sorted(self._left),
             "missed": sorted(self._missed),
             "estimator": self._driver.state,
             "local": self._local,
         }
 
     def load_state_dict(self, state: State) -> None:
-        check_same(state["configuration"], self._configuration)
-        self._point, self._local = state["point"].clone(), state["local"]
+        super().load_state_dict(state)
+        self._local = state["local"]
         step, part = self._place = int(state["step"]), int(state["part"])
         # Where a worker goes on alone, the step's queries have all been answered.
         following = (step, part) if self._local is None else (step + 1, 0)
         self._driver = Driver(self.plan.estimator, state["estimator"], *following)
-        self._reason, self._left = str(state["reason"]), set(state["left"])
-        self._query, self._answers = None, {}
+        self._reason, self._query, self._answers = str(state["reason"]), None, {}
         self._ask()
-        self._missed = set(state["missed"])
-
-    @property
-    def _configuration(self) -> dict[str, object]:
-        names = ("run", "plan", "rounds", "num_clients", "num_records", "learning_rate", "noise")
-        parts = {name: getattr(self, name) for name in (*names, "local_routine", "quorum")}
-        return {**parts, "size": len(self.start)}
+        self._missed = set(state.get("missed", ()))
 
 
 def _check_plan(plan: NoisePlan, noise: str) -> None:

@@ -12,6 +12,7 @@ from lightning_dp.federated import (
     AsyncServer,
     ClientPrivacy,
     PolynomialSizes,
+    Quorum,
 )
 from lightning_dp.federated.asynchronous import InverseSteps, rounds_for
 from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
@@ -59,16 +60,27 @@ FEDERATED = [
     Door(rounds_for, {"gradients": 100.0}, others={"sizes": SIZES}),
     Door(
         AsyncPlan,
-        {"rounds": 3, "lag": 1, "keep": 2, "mask_seed": 1},
+        {
+            **{"rounds": 3, "lag": 1, "keep": 2, "mask_seed": 1},
+            **{"max_grad_norm": 1.0, "noise_multiplier": 2.0, "share": 1.0},
+        },
         whole=("rounds", "lag", "keep", "mask_seed"),
         others={"sizes": SIZES, "steps": InverseSteps(0.1)},
     ),
     Door(
         CubicNewtonPlan,
-        {"clients": 3, "rounds": 10, "step_scale": 1.0, "whole_steps": False},
+        {
+            **{"clients": 3, "rounds": 10, "step_scale": 1.0, "whole_steps": False},
+            **{"noise_multiplier": 1.0, "min_batch_size": 5.0},
+        },
         whole=("clients", "rounds"),
         flags=("whole_steps",),
         others={"newton": CubicNewton(1.0, 0.0, inner_steps=2)},
+    ),
+    Door(
+        Quorum,
+        {"clients": 2, "wait": 60.0, "tries": 3, "patience": 90.0},
+        whole=("clients", "tries"),
     ),
     Door(
         BVRLSGD,

@@ -47,8 +47,8 @@ from lightning_dp.federated import (
 )
 from lightning_dp.federated.asynchronous import InverseSteps
 from lightning_dp.federated.flower import client_app, server_app
-from lightning_dp.federated.flower.exchange import Exchange, pack, payload_of
-from lightning_dp.federated.flower.server import Logbook
+from lightning_dp.federated.flower.client import pack, payload_of
+from lightning_dp.federated.flower.server import Exchange, Logbook
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.federated.protocol import Message as Content
 from lightning_dp.federated.protocol import Quorum
@@ -495,7 +495,7 @@ def test_a_round_goes_on_without_a_client_that_is_of_no_use(tmp_path, way, log):
         "error": "error 2",
         "silent": "error 4",
         "million": "longer than",
-        "stale": "not rep",
+        "stale": "too late",
     }
     assert all(because.get(way, "another protocol") in line for line in lines)
 

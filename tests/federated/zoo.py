@@ -25,10 +25,10 @@ from lightning_dp.federated import (
     PolynomialSizes,
 )
 from lightning_dp.federated.asynchronous import InverseSteps
-from lightning_dp.federated.client import noise_source
+from lightning_dp.federated.client import Client, noise_source
 from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
 from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.federated.protocol import AbstractClient, AbstractServer, Message, Quorum
+from lightning_dp.federated.protocol import AbstractServer, Message, Quorum
 from lightning_dp.federated.synchronous import BVRLSGD, QueryClient, SynchronousServer
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.noise_plan import NoisePlan
@@ -82,7 +82,7 @@ def summed(rows: Tensor, query: Query) -> BoundedSum:
 
 def through_a_bad_network(
     server: AbstractServer,
-    make_client: Callable[[int], AbstractClient],
+    make_client: Callable[[int], Client],
     seed: int,
     *,
     look: Callable[[], None] = lambda: None,
@@ -178,13 +178,13 @@ class Protocol:
         events: how many a round costs one record.
     """
 
-    client: Callable[..., AbstractClient]
+    client: Callable[..., Client]
     kind: str
     points: tuple[str, ...]
     facts: dict[str, Any]
     events: int = 1
 
-    def make(self, records: Any, folder: Path, **changes: Any) -> AbstractClient:
+    def make(self, records: Any, folder: Path, **changes: Any) -> Client:
         """A new process of the client whose ledger is in the folder."""
         settings = {"run": "trial", "seed": None, "target_epsilon": math.inf, "target_delta": DELTA}
         return self.client(records, ReleaseLedger(folder, "data"), **{**settings, **changes})
@@ -235,18 +235,18 @@ class Federation:
     """
 
     server: Callable[..., AbstractServer]
-    client: Callable[..., AbstractClient]
+    client: Callable[..., Client]
     events: Callable[[int], list[tuple[AbstractEvent, int]]]
     twin: Callable[..., Tensor]
 
     def begin(self, quorum: Quorum = EVERYBODY) -> AbstractServer:
         return self.server("trial", START, quorum)
 
-    def clients(self, folder: Path, **changes: Any) -> Callable[[int], AbstractClient]:
+    def clients(self, folder: Path, **changes: Any) -> Callable[[int], Client]:
         """Makes client c again, on the ledger that it had."""
         settings = {"run": "trial", "target_epsilon": math.inf, "target_delta": DELTA, **changes}
 
-        def make(c: int) -> AbstractClient:
+        def make(c: int) -> Client:
             ledger = ReleaseLedger(folder, f"client-{c}")
             return self.client(LogCosh(seed=c), c, ledger, **{"seed": SEED + c, **settings})
 

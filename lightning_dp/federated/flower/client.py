@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import filelock
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from lightning_dp._files import fixed_folder
 from lightning_dp._validate import instance, whole_from_0
-from lightning_dp.federated.client import check_fingerprint
-from lightning_dp.federated.flower.exchange import facts_of, pack, payload_of
+from lightning_dp.federated.client import Client, check_fingerprint
 from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.federated.protocol import AbstractClient, MessageError, Records, check_records
+from lightning_dp.federated.protocol import (
+    Fact,
+    MessageError,
+    Records,
+    check_records,
+)
 
-__all__ = ["client_app"]
+__all__ = ["client_app", "facts_of", "pack", "payload_of"]
 
 _log = logging.getLogger("lightning_dp.federated")
 
 _RAISED = 2  # Flower's code for a ClientApp that failed
+_PAYLOAD, _BYTES, _FACTS = "payload", "bytes", "facts"
+_Record = TypeVar("_Record", ArrayRecord, ConfigRecord)
 _NO_CAUSE = "The client could not answer. The cause is in its log, since it may contain records."
 
 
 def client_app(
     build: Callable[[Context], Records],
-    protocol: Callable[[Context, str, Records, ReleaseLedger], AbstractClient],
+    protocol: Callable[[Context, str, Records, ReleaseLedger], Client],
     ledger_dir: str | Path | Callable[[Context], str | Path],
     runs: Collection[str] | None = None,
 ) -> ClientApp:
@@ -88,7 +95,7 @@ class _Clients:
     """The clients that this process answers for."""
 
     build: Callable[[Context], Records]
-    protocol: Callable[[Context, str, Records, ReleaseLedger], AbstractClient]
+    protocol: Callable[[Context, str, Records, ReleaseLedger], Client]
     ledger_dir: str | Path | Callable[[Context], str | Path]
     runs: Collection[str] | None
     _records: dict[int, Records] = field(default_factory=dict)
@@ -102,7 +109,7 @@ class _Clients:
         return self._reply(message, context, lambda client: b"")
 
     def _reply(
-        self, message: Message, context: Context, work: Callable[[AbstractClient], bytes]
+        self, message: Message, context: Context, work: Callable[[Client], bytes]
     ) -> Message:
         cause = _NO_CAUSE
         try:
@@ -115,7 +122,7 @@ class _Clients:
         return Message(Error(_RAISED, cause), reply_to=message)
 
     def _work(
-        self, message: Message, context: Context, work: Callable[[AbstractClient], bytes]
+        self, message: Message, context: Context, work: Callable[[Client], bytes]
     ) -> RecordDict:
         number, num_clients = (_config(context, key) for key in ("partition-id", "num-partitions"))
         asked = facts_of(message)
@@ -134,7 +141,7 @@ class _Clients:
             if asked.get("module") and hasattr(records, "fingerprint"):
                 check_fingerprint(str(asked["module"]), records.fingerprint)
             made = self.protocol(context, str(asked["run"]), records, ledger)
-            client = instance("protocol(...)", made, AbstractClient)  # type: ignore[type-abstract]
+            client = instance("protocol(...)", made, Client)  # type: ignore[type-abstract]
             payload = work(client)
             facts = {"client": number, "num_clients": num_clients, **client.facts}
             return pack(payload, {**facts, "num_records": records.num_records})
@@ -153,3 +160,35 @@ def _config(context: Context, name: str) -> int:
             f"{error} Start the SuperNode with --node-config 'partition-id=I num-partitions=P': which "
             "client it is, from 0 on, and how many there are."
         ) from None
+
+
+# -- the content of a message ------------------------------------------------------------------
+
+
+def pack(payload: bytes, facts: Mapping[str, Fact]) -> RecordDict:
+    """Return the content of a message: bytes for the protocol, and numbers for the engine."""
+    array = Array("uint8", (len(payload),), "bytes", payload)
+    return RecordDict({_PAYLOAD: ArrayRecord({_BYTES: array}), _FACTS: ConfigRecord({**facts})})
+
+
+def payload_of(message: Message) -> bytes:
+    """Return the bytes that :func:`pack` was given. Raises MessageError for other messages."""
+    record = _record(message, _PAYLOAD, ArrayRecord)
+    data = record[_BYTES].data if set(record) == {_BYTES} else None
+    if not isinstance(data, bytes):
+        raise MessageError(f"Its record {_PAYLOAD!r} does not hold one array {_BYTES!r}.")
+    return data
+
+
+def facts_of(message: Message) -> dict[str, Any]:
+    """Return the numbers that :func:`pack` was given. Raises MessageError if there are none."""
+    return dict(_record(message, _FACTS, ConfigRecord))
+
+
+def _record(message: Message, name: str, kind: type[_Record]) -> _Record:
+    if not message.has_content() or set(message.content) - {_PAYLOAD, _FACTS}:
+        raise MessageError(f"It does not hold the records {_PAYLOAD!r} and {_FACTS!r} alone.")
+    found = message.content.get(name)
+    if not isinstance(found, kind):
+        raise MessageError(f"It has no {kind.__name__} {name!r}.")
+    return found
