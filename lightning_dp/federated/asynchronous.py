@@ -507,7 +507,7 @@ class AsyncServer(QuorumServer):
 
     @property
     def applied(self) -> list[int]:
-        """The round of each client: those below are in v̂, except those that it was left out of."""
+        """The next round of each client; it was left out of an earlier one, or has done it."""
         return list(self._applied)
 
     @property

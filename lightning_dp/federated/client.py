@@ -52,6 +52,7 @@ _MODULE_CURE = (
     "Build the same module everywhere: load its frozen weights from one file, or seed its "
     "construction with torch.manual_seed."
 )
+_MODULE = ("trained", "frozen", "buffers")
 _SHOWN = 3
 _log = logging.getLogger("lightning_dp.federated")
 
@@ -281,7 +282,7 @@ def check_query(records: Records, plan: NoisePlan, query: Query, step: int, part
         raise MessageError(
             f"At step {step} the plan asks nothing about these points, since they are the same."
         )
-    theirs, ours = _parts(query), _parts(at_point(expected, here))
+    theirs, ours = parts(query), parts(at_point(expected, here))
     for name in {**theirs, **ours}:
         if not _equal(theirs.get(name), ours.get(name)):
             raise MessageError(
@@ -294,13 +295,13 @@ def check_query(records: Records, plan: NoisePlan, query: Query, step: int, part
         )
 
 
-def _parts(query: Query) -> dict[str, float | Tensor | None]:
+def parts(query: Query) -> dict[str, float | Tensor | None]:
     """Return the parts of a query that must be the plan's exactly, by their names in a message."""
-    parts: dict[str, float | Tensor | None] = {"coordinates": query.coordinates}
+    named: dict[str, float | Tensor | None] = {"coordinates": query.coordinates}
     for number, term in enumerate(query.terms):
-        parts[f"weight{number}"] = term.weight
-        parts[f"point{number}"], parts[f"direction{number}"] = term.point, term.direction
-    return parts
+        named[f"weight{number}"] = float(term.weight)
+        named[f"point{number}"], named[f"direction{number}"] = term.point, term.direction
+    return named
 
 
 def _equal(a: object, b: object) -> bool:
@@ -312,19 +313,16 @@ def _equal(a: object, b: object) -> bool:
 def _check_vectors(records: Records, query: Query) -> None:
     """Check that all vectors of a query belong to the client's model, with its coordinates."""
     first = cast("Tensor", query.terms[0].point)  # messages write all points out
-    for number, term in enumerate(query.terms):
-        point, direction = cast("Tensor", term.point), term.direction
-        check_point(records, point, f"point{number}")
-        if direction is not None:  # noised answers, whose dtype may be wider than the model's
-            wider = torch.promote_types(point.dtype, torch.float32)
-            if direction.dtype not in (point.dtype, wider):
-                raise MessageError(
-                    f"direction{number} is of {direction.dtype}, and the model of {point.dtype}."
-                )
-            check_point(records, direction.to(point.dtype), f"direction{number}")
-        sizes = {len(vector) for vector in (point, direction) if vector is not None}
-        if sizes != {len(first)} or point.dtype != first.dtype:
-            raise MessageError("The vectors of the query are of several sizes or dtypes.")
+    for name, vector in parts(query).items():
+        if not isinstance(vector, Tensor) or name == "coordinates":
+            continue
+        # Directions are noised answers, whose dtype may be wider than the model's.
+        is_wider = vector.dtype == torch.promote_types(first.dtype, torch.float32)
+        if vector.dtype != first.dtype and not (is_wider and name.startswith("direction")):
+            raise MessageError(f"{name} is of {vector.dtype}, and the model of {first.dtype}.")
+        check_point(records, vector.to(first.dtype), name)
+        if len(vector) != len(first):
+            raise MessageError(f"{name} has {len(vector)} numbers, and point0 {len(first)}.")
     if query.coordinates is not None and not int(query.coordinates[-1]) < len(first):
         raise MessageError(
             f"Coordinate {int(query.coordinates[-1])} of {len(first)} was asked for."
@@ -345,12 +343,10 @@ def fingerprint(module: nn.Module) -> str:
         return f"{kind(tensor)} {zlib.crc32(values.numpy().tobytes()):08x}"
 
     params = list(module.named_parameters())
-    described = {
-        "trained": [[name, kind(p)] for name, p in params if p.requires_grad],
-        "frozen": [[name, checksum(p)] for name, p in params if not p.requires_grad],
-        "buffers": [[name, checksum(buffer)] for name, buffer in module.named_buffers()],
-    }
-    return json.dumps(described)
+    trained = [[name, kind(p)] for name, p in params if p.requires_grad]
+    frozen = [[name, checksum(p)] for name, p in params if not p.requires_grad]
+    buffers = [[name, checksum(buffer)] for name, buffer in module.named_buffers()]
+    return json.dumps(dict(zip(_MODULE, (trained, frozen, buffers), strict=True)))
 
 
 def check_fingerprint(of_the_server: str, here: str) -> None:
@@ -358,27 +354,25 @@ def check_fingerprint(of_the_server: str, here: str) -> None:
 
     Buffers that differ are logged only: some are computed, and machines round.
     """
-    theirs, ours = _read_fingerprint(of_the_server), _read_fingerprint(here)
-    if other := _other_order(theirs["trained"], ours["trained"]):
-        raise MessageError(f"The trained parameters are not the server's: {other}. {_MODULE_CURE}")
-    if other := _differing(theirs["frozen"], ours["frozen"]):
-        raise MessageError(
-            f"The frozen parameters {other} are not those of the server's module, so what it trains "
-            f"means something else here. {_MODULE_CURE}"
-        )
-    if other := _differing(theirs["buffers"], ours["buffers"]):
-        _log.warning("The buffers %s are not those of the server's module. %s", other, _MODULE_CURE)
-
-
-def _read_fingerprint(text: str) -> dict[str, dict[str, str]]:
     try:
-        found: Any = json.loads(text)
-        return {
-            part: {str(name): str(value) for name, value in found[part]}
-            for part in ("trained", "frozen", "buffers")
-        }
+        theirs, ours = (
+            [{str(name): str(value) for name, value in found[part]} for part in _MODULE]
+            for found in (json.loads(of_the_server), json.loads(here))
+        )
     except (ValueError, TypeError, KeyError):
         raise MessageError("The server's description of its module cannot be read.") from None
+    if other := _other_order(theirs[0], ours[0]):
+        raise MessageError(f"The trained parameters are not the server's: {other}. {_MODULE_CURE}")
+    frozen, buffers = (_differing(theirs[part], ours[part]) for part in (1, 2))
+    if frozen:
+        raise MessageError(
+            f"The frozen parameters {frozen} are not those of the server's module, so what it trains "
+            f"means something else here. {_MODULE_CURE}"
+        )
+    if buffers:
+        _log.warning(
+            "The buffers %s are not those of the server's module. %s", buffers, _MODULE_CURE
+        )
 
 
 def _other_order(theirs: dict[str, str], ours: dict[str, str]) -> str:

@@ -258,7 +258,7 @@ class ReleaseLedger:
             JournalError: if files are missing or damaged, or another process has them.
             VoidedRunError: if real records failed a check, now or in any run over the data set.
         """
-        with self._open(spending) as run:
+        with _OpenRun(self, spending) as run:
             if (sent := run.kept.get((round_, part))) is not None:
                 return sent
             before = run.progress
@@ -279,11 +279,8 @@ class ReleaseLedger:
 
     def has_begun(self, spending: Spending) -> bool:
         """Return True if a round of the run was charged, or began to be."""
-        with self._open(spending) as run:
+        with _OpenRun(self, spending) as run:
             return run.progress.begun >= 0
-
-    def _open(self, spending: Spending) -> _OpenRun:
-        return _OpenRun(self.journal_path, self.dataset_id, spending)
 
 
 class _OpenRun:
@@ -292,7 +289,8 @@ class _OpenRun:
     kept: Kept
     """The releases that may be asked for again, by round and part."""
 
-    def __init__(self, journal_path: Path, dataset_id: str, spending: Spending) -> None:
+    def __init__(self, ledger: ReleaseLedger, spending: Spending) -> None:
+        journal_path, dataset_id = ledger.journal_path, ledger.dataset_id
         self._dataset, self._spending = dataset_id, spending
         self._path = release_path(journal_path, spending.run)
         if not journal_path.exists():  # a lost one is not to be replaced by an empty one

@@ -114,7 +114,7 @@ MAJORITY = Quorum()
 
 @dataclass
 class Attendance:
-    """What an engine has heard of the clients: it tells when waiting for the others is over.
+    """Signs of life of the clients, by which an engine finds when waiting for them is over.
 
     Times are seconds of any clock. What was heard is about messages, never about their values.
 
@@ -181,10 +181,7 @@ def norm_bound(
     One part in 1000 is added for rounding. Who judges by this bound looks at noised values only.
 
     Args:
-        clip_norm: C.
-        noise_multiplier: z; 0 for no noise.
-        batch_size: b.
-        size: k, the length of the vector.
+        clip_norm, noise_multiplier, batch_size, size: C, z, b and k.
         num_records: N, the most that a batch can have.
         draws: the number of sums.
 
@@ -237,7 +234,7 @@ class AbstractServer(ABC):
 
     @property
     def stage(self) -> tuple[int, ...]:
-        """The round and its part: another one as soon as others are asked, or for something else."""
+        """The round and its part, which change as soon as others are asked, or something else is."""
         return (self.round,)
 
     @property

@@ -35,6 +35,7 @@ from lightning_dp.estimators.driver import Driver
 from lightning_dp.federated.client import (
     Client,
     PlannedRelease,
+    at_point,
     bounded,
     check_engine,
     check_point,
@@ -43,6 +44,7 @@ from lightning_dp.federated.client import (
     is_of_ordinary_size,
     noise_source,
     noised_sum,
+    parts,
 )
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.protocol import (
@@ -607,15 +609,9 @@ def _next(routine: BVRLSGD, state: State) -> Query | None:
 
 def _query_message(query: Query, here: Tensor, facts: dict[str, Any]) -> Message:
     """Return a query as a message; ``here`` stands for the present parameters."""
-    tensors: dict[str, Tensor] = {}
-    weights: dict[str, float] = {}
-    for number, term in enumerate(query.terms):
-        weights[f"weight{number}"] = float(term.weight)
-        tensors[f"point{number}"] = here if term.point is None else term.point
-        if term.direction is not None:
-            tensors[f"direction{number}"] = term.direction
-    if query.coordinates is not None:
-        tensors["coordinates"] = query.coordinates
+    named = parts(at_point(query, here))
+    tensors = {name: part for name, part in named.items() if isinstance(part, Tensor)}
+    weights = {name: part for name, part in named.items() if isinstance(part, float)}
     numbers = {"clip_norm": query.clip_norm, "noise_multiplier": query.noise_multiplier}
     return Message(_QUERY, {**facts, **weights, **numbers}, tensors)
 

@@ -286,11 +286,8 @@ def hostile_run(federation: Federation, seed: int, tries: int = 4) -> int:
     return refused
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_spoilt_messages_kill_nothing_and_the_others_end_as_if_that_client_were_away(
-    federation, seed
-):
-    assert hostile_run(federation, seed) >= 4
+def test_spoilt_messages_kill_nothing_and_the_others_end_as_if_that_client_were_away(federation):
+    assert hostile_run(federation, seed=0) >= 4
 
 
 @pytest.mark.slow

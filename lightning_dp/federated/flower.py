@@ -1,4 +1,4 @@
-"""The server's side of a federation on Flower: one message at a time to each client."""
+"""Federations on Flower: one message at a time to each client, each answered from its ledger."""
 
 from __future__ import annotations
 
@@ -8,48 +8,217 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import filelock
 import torch
-from flwr.app import Context, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from torch import Tensor, nn
-from torch.utils.tensorboard import SummaryWriter
 
-from lightning_dp._files import local_folder, replaced
+from lightning_dp._files import fixed_folder, local_folder, replaced
 from lightning_dp._refusals import RefusedRun, RefusedSetting, text_of
-from lightning_dp._validate import above_0, instance, whole
+from lightning_dp._validate import above_0, instance, whole, whole_from_0
 from lightning_dp.accounting import PLDAccountant
-from lightning_dp.federated.client import fingerprint
-from lightning_dp.federated.flower.client import facts_of, pack, payload_of
-from lightning_dp.federated.protocol import AbstractServer, Attendance, Fact, MessageError
+from lightning_dp.federated.client import Client, check_fingerprint, fingerprint
+from lightning_dp.federated.ledger import ReleaseLedger
+from lightning_dp.federated.protocol import (
+    AbstractServer,
+    Attendance,
+    Fact,
+    MessageError,
+    Records,
+    check_records,
+)
 from lightning_dp.functional import flatten, unflatten
 
-__all__ = ["server_app"]
+__all__ = ["client_app", "server_app"]
 
 _log = logging.getLogger("lightning_dp.federated")
 _console = logging.getLogger("flwr")  # whose lines Flower shows
-_SHORTEST_PAUSE = 0.001
-_BETWEEN_LINES = 10.0
+
+_PAYLOAD, _BYTES, _FACTS = "payload", "bytes", "facts"
+_LONGEST_NAME, _LONGEST_TEXT, _MOST_FACTS = 100, 1000, 100
+_LARGEST_NUMBER, _LARGEST_SHOWN = 2**63, 10**9
+_NOT_NEGATIVE = ("epsilon", "delta")
+_SHORTEST_PAUSE, _LONGEST_PAUSE, _BETWEEN_LINES = 0.001, 30.0, 10.0
 _STATE = "server.pt"
-_LONGEST_PAUSE = 30.0
-_LARGEST_SHOWN = 10**9
 # Flower's codes, in our words: the reason that comes with one may be anybody's text.
-_NO_NODE = 5
+_RAISED, _NO_NODE = 2, 5
 _CAUSES = {
     1: "its app could not be loaded",
-    2: "it failed, and its log has the cause",
+    _RAISED: "it failed, and its log has the cause",
     3: "the message did not reach it",
     4: "its reply did not come",
     _NO_NODE: "its node is gone",
     8: "its app crashed",
 }
-_LONGEST_NAME, _LONGEST_TEXT, _MOST_FACTS = 100, 1000, 100
-_LARGEST_NUMBER = 2**63
-_NOT_NEGATIVE = ("epsilon", "delta")
+_NO_CAUSE = "The client could not answer. The cause is in its log, since it may contain records."
+
+_Record = TypeVar("_Record", ArrayRecord, ConfigRecord)
+
+
+# -- a client --------------------------------------------------------------------------------------
+
+
+def client_app(
+    build: Callable[[Context], Records],
+    protocol: Callable[[Context, str, Records, ReleaseLedger], Client],
+    ledger_dir: str | Path | Callable[[Context], str | Path],
+    runs: Collection[str] | None = None,
+) -> ClientApp:
+    """Return Flower's ClientApp that answers the requests of a protocol.
+
+    The same app runs in a simulation, where processes serve several clients in turn, and under a
+    SuperNode, which starts a process for every message. What must outlast a process is in the
+    client's ledger, on disk before a reply leaves; Flower's ``context.state`` is not used.
+
+    - Requests to one client are answered one after another, by a lock next to its ledger, also
+      when an expired message is still being worked on.
+    - An exception never leaves the client, since its message may tell of records: the server reads
+      that the client could not answer, and the client's log has the cause. A request that does not
+      keep to the plan, or a server whose module is another one, is refused before a charge.
+
+    Assign the result at module level: Flower looks for it there.
+
+    Args:
+        build: this client's records and model
+            (:class:`~lightning_dp.federated.local.LocalRecords`), from Flower's context: which
+            client it is says ``context.node_config["partition-id"]``. Called once in a process for
+            each client.
+        protocol: the client's state machine, from Flower's context, the name of the run, these
+            records and their ledger. Called for every request: a process may be a new one each time.
+        ledger_dir: folder on this client's disk that holds its ledger, whose data set is called
+            ``client-`` and the ``partition-id``. All runs over the data must use it, no other data
+            may, and its loss is the loss of what was spent. An absolute path, since every process
+            of the client must find the same folder.
+        runs: the names of the federations that are answered (``name`` of
+            :func:`~lightning_dp.federated.flower.server_app`); None for any. Others are refused
+            before anything is built.
+
+    Raises:
+        ValueError: for a ``ledger_dir`` that is relative or a URL.
+
+    Example::
+
+        def build(context):
+            client = int(context.node_config["partition-id"])
+            return LocalRecords(MyModule(), my_records(client))
+
+        def protocol(context, run, records, ledger):
+            return AsyncClient(records, PLAN, PRIVACY, ledger, run=run)
+
+        app = client_app(build, protocol, ledger_dir="/var/lib/lightning-dp")
+    """
+    if not callable(ledger_dir):
+        ledger_dir = fixed_folder("ledger_dir", ledger_dir)
+    app, clients = ClientApp(), _Clients(build, protocol, ledger_dir, runs)
+    app.train()(clients.answer)
+    app.query()(clients.answer)
+    return app
+
+
+@dataclass
+class _Clients:
+    """The clients that this process answers for."""
+
+    build: Callable[[Context], Records]
+    protocol: Callable[[Context, str, Records, ReleaseLedger], Client]
+    ledger_dir: str | Path | Callable[[Context], str | Path]
+    runs: Collection[str] | None
+    _records: dict[int, Records] = field(default_factory=dict)
+
+    def answer(self, message: Message, context: Context) -> Message:
+        """Reply to a request of the protocol."""
+        cause = _NO_CAUSE
+        try:
+            return Message(self._work(message, context), reply_to=message)
+        except MessageError as error:  # made of what the server sent, and of the plan
+            _log.warning("%s refuses what the server asks: %s", _name(context), error)
+            cause = f"The client refuses: {error}"
+        except Exception:
+            _log.exception("%s could not answer.", _name(context))
+        return Message(Error(_RAISED, cause), reply_to=message)
+
+    def _work(self, message: Message, context: Context) -> RecordDict:
+        """Return the reply to a request; to a query, the client's number and facts alone."""
+        number, num_clients = (_config(context, key) for key in ("partition-id", "num-partitions"))
+        asked = facts_of(message)
+        if self.runs is not None and asked["run"] not in self.runs:
+            raise MessageError("this run is not in the list of those that it answers.")
+        given = self.ledger_dir(context) if callable(self.ledger_dir) else self.ledger_dir
+        folder = fixed_folder("ledger_dir", given)
+        folder.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(folder / f"client-{number}.lock"):
+            if number not in self._records:
+                built = self.build(context)
+                check_records(built)
+                self._records[number] = built
+            records = self._records[number]
+            ledger = ReleaseLedger(folder, f"client-{number}")
+            if asked.get("module") and hasattr(records, "fingerprint"):
+                check_fingerprint(str(asked["module"]), records.fingerprint)
+            made = self.protocol(context, str(asked["run"]), records, ledger)
+            client = instance("protocol(...)", made, Client)  # type: ignore[type-abstract]
+            is_query = message.metadata.message_type.startswith("query")
+            payload = b"" if is_query else client.answer(payload_of(message))
+            facts = {"client": number, "num_clients": num_clients, **client.facts}
+            return pack(payload, {**facts, "num_records": records.num_records})
+
+
+def _name(context: Context) -> str:
+    return f"Client {context.node_config.get('partition-id')}"
+
+
+def _config(context: Context, name: str) -> int:
+    """Return a number of the node's configuration, or raise ValueError with the cure."""
+    try:
+        return whole_from_0(name, context.node_config.get(name))
+    except ValueError as error:
+        raise ValueError(
+            f"{error} Start the SuperNode with --node-config 'partition-id=I num-partitions=P': which "
+            "client it is, from 0 on, and how many there are."
+        ) from None
+
+
+# -- the content of a message ------------------------------------------------------------------
+
+
+def pack(payload: bytes, facts: Mapping[str, Fact]) -> RecordDict:
+    """Return the content of a message: bytes for the protocol, and numbers for the engine."""
+    array = Array("uint8", (len(payload),), "bytes", payload)
+    return RecordDict({_PAYLOAD: ArrayRecord({_BYTES: array}), _FACTS: ConfigRecord({**facts})})
+
+
+def payload_of(message: Message) -> bytes:
+    """Return the bytes that :func:`pack` was given. Raises MessageError for other messages."""
+    record = _record(message, _PAYLOAD, ArrayRecord)
+    data = record[_BYTES].data if set(record) == {_BYTES} else None
+    if not isinstance(data, bytes):
+        raise MessageError(f"Its record {_PAYLOAD!r} does not hold one array {_BYTES!r}.")
+    return data
+
+
+def facts_of(message: Message) -> dict[str, Any]:
+    """Return the numbers that :func:`pack` was given. Raises MessageError if there are none."""
+    return dict(_record(message, _FACTS, ConfigRecord))
+
+
+def _record(message: Message, name: str, kind: type[_Record]) -> _Record:
+    if not message.has_content() or set(message.content) - {_PAYLOAD, _FACTS}:
+        raise MessageError(f"It does not hold the records {_PAYLOAD!r} and {_FACTS!r} alone.")
+    found = message.content.get(name)
+    if not isinstance(found, kind):
+        raise MessageError(f"It has no {kind.__name__} {name!r}.")
+    return found
+
+
+# -- the server ------------------------------------------------------------------------------------
 
 
 def server_app(
@@ -118,12 +287,16 @@ def server_app(
         saved = _saved(place)
         run = saved["run"] if saved else name or secrets.token_hex(8)
         machine = protocol(context, run, flatten(params))
-        _check_machine(machine, count)
+        instance("protocol(...)", machine, AbstractServer)  # type: ignore[type-abstract]
+        if (own := getattr(machine, "num_clients", count)) != count:
+            raise RefusedSetting(
+                f"num_clients={count} of server_app() is not num_clients={own} of the server that "
+                "protocol makes. Give both the number of clients.",
+                topic="federated-server",
+            )
         if saved:
-            try:
+            with _read(place / _STATE, KeyError, TypeError, AttributeError, IndexError):
                 machine.load_state_dict(saved["state"])
-            except (KeyError, TypeError, AttributeError, IndexError) as error:
-                raise _unreadable(place / _STATE, error) from None
         metrics = (lambda: evaluate(context, module)) if evaluate else dict[str, float]
         exchange = Exchange(grid, count, run, fingerprint(module), ttl, poll_interval)
         _ServerRun(run, machine, module, params, metrics, exchange, place).to_the_end()
@@ -145,16 +318,14 @@ class Reply:
 
 
 class Problem(NamedTuple):
-    """A message that is lost or cannot be used, and True if its client is asked again."""
+    """A message that is lost or cannot be used, of a client or of a node that is nobody's yet."""
 
-    sender: str  # the client, or a node that is nobody's yet, at the beginning of a sentence
+    sender: str
     client: int | None
     text: str
-    again: bool
 
 
-@dataclass(frozen=True)
-class _Flight:
+class _Flight(NamedTuple):
     node: int
     client: int | None  # None: the node is asked for its number
     deadline: float
@@ -244,9 +415,9 @@ class Exchange:
         if problem:
             self._note(reply.client, reply.node, problem)
 
-    def _note(self, client: int | None, node: int, problem: str, again: bool = True) -> None:
+    def _note(self, client: int | None, node: int, problem: str) -> None:
         sender = f"Node {node}" if client is None else f"Client {client}"
-        self._problems.append(Problem(sender, client, problem, again))
+        self._problems.append(Problem(sender, client, problem))
 
     # -- replies -----------------------------------------------------------------------------
 
@@ -285,13 +456,11 @@ class Exchange:
             client = self._introduce(flight.node, message)
         else:
             payload = payload_of(message)
-        facts, is_all = _public_facts(message)
+        facts = _public_facts(message)
         named = facts.get("client")
         if type(named) is int and named != client:
             self._free(flight)
             raise MessageError("its reply is another client's")
-        if not is_all:
-            self._note(client, flight.node, "some of its facts cannot be kept", again=False)
         return Reply(flight.node, client, payload, facts)
 
     # -- nodes -------------------------------------------------------------------------------
@@ -360,18 +529,17 @@ class Exchange:
             self._failed(flight, "Flower did not take the message")
 
 
-def _public_facts(message: Message) -> tuple[dict[str, Fact], bool]:
-    """Return the facts of a client that can be kept, and True if those are all.
+def _public_facts(message: Message) -> dict[str, Fact]:
+    """Return the facts of a client that can be kept.
 
     Facts are for people to read, so an answer is not lost for the sake of them: those that are no
     numbers, truth values or short strings, or no possible ε or δ, are left out.
     """
     try:
-        facts = facts_of(message)
+        facts = facts_of(message).items()
     except MessageError:
-        return {}, False
-    good = [item for item in facts.items() if _can_be_kept(*item)][:_MOST_FACTS]
-    return dict(good), len(good) == len(facts)
+        return {}
+    return dict([item for item in facts if _can_be_kept(*item)][:_MOST_FACTS])
 
 
 def _can_be_kept(name: object, value: object) -> bool:
@@ -392,6 +560,8 @@ class Logbook:
 
     def __init__(self, folder: Path) -> None:
         try:
+            from torch.utils.tensorboard import SummaryWriter  # clients need none
+
             folder.mkdir(parents=True, exist_ok=True)
             self._writer = SummaryWriter(str(folder))
         except OSError as error:
@@ -423,11 +593,10 @@ class Logbook:
                 self._scalar(f"privacy/epsilon_client_{client}", facts["epsilon"], step)
 
     def add_problem(self, problem: Problem) -> None:
-        """Count and log a problem: each of a client that is asked again, else a new one only."""
-        sender, _, text, again = problem
-        if self.problems.get(sender) != text or (again and problem.client is not None):
-            end = " Asking again." if again else ""
-            _log.warning("%s: %s.%s", sender, text.rstrip("."), end)
+        """Count and log a problem: each of a client, and those of a node that are new."""
+        sender, client, text = problem
+        if client is not None or self.problems.get(sender) != text:
+            _log.warning("%s: %s. Asking again.", sender, text.rstrip("."))
         self.problems[sender] = text
         self._counts["problems"] += 1
 
@@ -547,7 +716,7 @@ class _ServerRun:
             applied = [self._apply(reply) for reply in self.exchange.collect()]
             for problem in self.exchange.take_problems():
                 self.logbook.add_problem(problem)
-                if problem.again and problem.client is not None:
+                if problem.client is not None:
                     self.attendance.fail(problem.client)
             now, left_out = time.monotonic(), set[int]()
             is_lost = not any(applied) and now - heard_at > quorum.patience
@@ -619,36 +788,27 @@ def _save(value: Any, path: Path) -> None:
         torch.save(value, file)
 
 
-def _check_machine(machine: object, num_clients: int) -> None:
-    """Refuse what is no server, or one of another number of clients, which would wait for ever."""
-    server = instance("protocol(...)", machine, AbstractServer)  # type: ignore[type-abstract]
-    own = getattr(server, "num_clients", num_clients)
-    if own != num_clients:
-        raise RefusedSetting(
-            f"num_clients={num_clients} of server_app() is not num_clients={own} of the server that "
-            "protocol makes. Give both the number of clients.",
-            topic="federated-server",
-        )
-
-
 def _saved(folder: Path) -> dict[str, Any] | None:
     """Return the state of a run that died in this folder."""
     path = folder / _STATE
     if not path.exists():
         return None
-    try:
+    with _read(path, Exception):  # the file may be anybody's
         saved: dict[str, Any] = torch.load(path, weights_only=True)
         if not isinstance(saved["run"], str) or not isinstance(saved["state"], dict):
             raise TypeError("it holds something else")
-    except Exception as error:  # of a file that may be anybody's
-        raise _unreadable(path, error) from None
     return saved
 
 
-def _unreadable(path: Path, error: Exception) -> RefusedRun:
-    return RefusedRun(
-        f"{path} cannot be read ({type(error).__name__}), so the run that it is of cannot go on. Put "
-        "the right file back; or move it away, and a new run begins, whose rounds every client is "
-        "charged on top of those that were made.",
-        topic="federated-server",
-    )
+@contextmanager
+def _read(path: Path, *errors: type[Exception]) -> Iterator[None]:
+    """Refuse a state that cannot be read, with the cure."""
+    try:
+        yield
+    except errors as error:
+        raise RefusedRun(
+            f"{path} cannot be read ({type(error).__name__}), so the run that it is of cannot go on. "
+            "Put the right file back; or move it away, and a new run begins, whose rounds every "
+            "client is charged on top of those that were made.",
+            topic="federated-server",
+        ) from None
