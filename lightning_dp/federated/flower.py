@@ -44,11 +44,12 @@ _console = logging.getLogger("flwr")  # whose lines Flower shows
 
 _PAYLOAD, _BYTES, _FACTS = "payload", "bytes", "facts"
 _LONGEST_NAME, _LONGEST_TEXT, _MOST_FACTS = 100, 1000, 100
-_LARGEST_NUMBER, _LARGEST_SHOWN = 2**63, 10**9
+_LARGEST_NUMBER, _LARGEST_SHOWN, _LONGEST_SHOWN = 2**63, 10**9, 300
 _NOT_NEGATIVE = ("epsilon", "delta")
 _SHORTEST_PAUSE, _LONGEST_PAUSE, _BETWEEN_LINES = 0.001, 30.0, 10.0
 _STATE = "server.pt"
-# Flower's codes, in our words: the reason that comes with one may be anybody's text.
+# Flower's codes, in our words: the reason that comes with one may be anybody's text, and is shown
+# where it is a refusal only, which is made of what the server sent, and of the plan.
 _RAISED, _NO_NODE = 2, 5
 _CAUSES = {
     1: "its app could not be loaded",
@@ -58,6 +59,7 @@ _CAUSES = {
     _NO_NODE: "its node is gone",
     8: "its app crashed",
 }
+_REFUSES = "The client refuses: "
 _NO_CAUSE = "The client could not answer. The cause is in its log, since it may contain records."
 
 _Record = TypeVar("_Record", ArrayRecord, ConfigRecord)
@@ -139,8 +141,8 @@ class _Clients:
         try:
             return Message(self._work(message, context), reply_to=message)
         except MessageError as error:  # made of what the server sent, and of the plan
-            _log.warning("%s refuses what the server asks: %s", _name(context), error)
-            cause = f"The client refuses: {error}"
+            _log.warning("%s refuses what the server asks: %s", _name(context), text_of(error))
+            cause = f"{_REFUSES}{text_of(error)}"
         except Exception:
             _log.exception("%s could not answer.", _name(context))
         return Message(Error(_RAISED, cause), reply_to=message)
@@ -447,9 +449,11 @@ class Exchange:
         if message is None:
             raise MessageError("Flower cannot read its reply")
         if message.has_error():
-            code = message.error.code
+            code, reason = message.error.code, message.error.reason or ""
             if code == _NO_NODE:
                 self._free(flight)  # it is asked again if it was only away
+            if reason.startswith(_REFUSES):
+                raise MessageError(f"it answers {reason[:_LONGEST_SHOWN]!r}")
             raise MessageError(f"error {code}: {_CAUSES.get(code, 'of an unknown cause')}")
         client, payload = flight.client, None
         if client is None:
