@@ -39,6 +39,7 @@ from lightning_dp.federated.ledger import ReleaseLedger, check_budget
 from lightning_dp.federated.protocol import (
     MAJORITY,
     REFUSED,
+    Fact,
     Message,
     MessageError,
     Quorum,
@@ -544,6 +545,7 @@ class AsyncServer(QuorumServer):
         self._round = min(staying.values(), default=max(self._applied))
         self._awaited = {c for c, n in staying.items() if n == self._round}
         self._broadcast = self._point  # v̂ when this round became the earliest one
+        self._encoded = b""  # a request of this round, the same bytes for all who are at it
         self._counts = Counter({i: n for i, n in self._counts.items() if i >= self._round})
 
     def _may_answer(self, client: int) -> bool:
@@ -555,8 +557,13 @@ class AsyncServer(QuorumServer):
         if not self._may_answer(client):
             return None
         i = self._applied[client]
-        model = self._broadcast if i == self._round else self._point
-        return Message(ROUND, {"run": self.run, "round": i}, {"model": model}).to_bytes()
+        facts: dict[str, Fact] = {"run": self.run, "round": i}
+        if i > self._round:
+            return Message(ROUND, facts, {"model": self._point}).to_bytes()
+        self._encoded = (
+            self._encoded or Message(ROUND, facts, {"model": self._broadcast}).to_bytes()
+        )
+        return self._encoded
 
     def receive(self, client: int, reply: bytes) -> bool:
         message = self._read(client, reply, ("round",), {UPDATE: "update"})
@@ -596,4 +603,4 @@ class AsyncServer(QuorumServer):
         super().load_state_dict(state)
         self._applied, self._counts = list(state["applied"]), Counter(state.get("counts", {}))
         self._end_round()
-        self._broadcast = state["broadcast"].clone()
+        self._broadcast, self._encoded = state["broadcast"].clone(), b""

@@ -231,7 +231,8 @@ class SynchronousServer(QuorumServer):
         self._place, self._reason = (0, 0), ""  # step and part that clients are asked for
         self._local: Tensor | None = None  # v, while a worker goes on alone
         self._query: Query | None = None
-        self._answers: dict[int, Tensor] = {}
+        self._answered, self._total = set[int](), self._point  # of the query, and the sum so far
+        self._encoded: tuple[tuple[int, ...], bytes] = (), b""
         self._missed: set[int] = set()  # left out of an earlier query of this step
         self._ask()
 
@@ -258,7 +259,7 @@ class SynchronousServer(QuorumServer):
         if self._local is not None:
             self._move_to(self._point - self.learning_rate * self._local)
             self._ask()
-        elif len(self._answers) >= (self._least if self._place[1] == 0 else 1):
+        elif len(self._answered) >= (self._least if self._place[1] == 0 else 1):
             self._end_query()
         else:
             return set()
@@ -282,8 +283,10 @@ class SynchronousServer(QuorumServer):
                 self._reason = f"all {self.rounds} rounds were made"
                 return
             z = self.plan.noise_multiplier(step)
-            self._query, self._answers = self._driver.ask([self._point], z), {}
+            self._query, self._answered = self._driver.ask([self._point], z), set()
             if self._query is not None:
+                wide = torch.promote_types(self._point.dtype, torch.float32)
+                self._total = torch.zeros(self._query.size(len(self._point)), dtype=wide)
                 return
             self._tell(Release.of_nothing([self._point]))
 
@@ -321,24 +324,19 @@ class SynchronousServer(QuorumServer):
             self._point, self._local = point, None
 
     def _release(self, query: Query) -> Release:
-        """Return the noised sum over all clients, added up in their order."""
-        total = torch.zeros_like(self._point, dtype=next(iter(self._answers.values())).dtype)
-        total = total[: query.size(len(self._point))]
-        for client in sorted(self._answers):
-            total = total + self._answers[client]
+        """Return the noised sum over all clients that have answered."""
         if self.noise == "server":
             source = noise_source(self.seed, self._place[0])
-            received = BoundedSum.received(total, query)
+            received = BoundedSum.received(self._total, query)
             return add_noise(received, query.noise_multiplier, source, World())
         each = query.noise_multiplier * query.clip_norm if query.noise_multiplier else 0.0
-        return Release.received(total, each * math.sqrt(len(self._answers)))
+        return Release.received(self._total, each * math.sqrt(len(self._answered)))
 
     def _end_query(self) -> None:
         """Go on with the answers that have come."""
         assert self._query is not None
-        self._missed = {c for c in range(self.num_clients) if c not in self._answers}
-        released, self._answers = self._release(self._query), {}
-        self._tell(released)
+        self._missed = set(range(self.num_clients)) - self._answered
+        self._tell(self._release(self._query))
         self._ask()
 
     # -- messages ----------------------------------------------------------------------------
@@ -346,19 +344,23 @@ class SynchronousServer(QuorumServer):
     def request(self, client: int) -> bytes | None:
         if not self._is_asked(client):
             return None
-        step, part = self._place
-        facts: dict[str, Any] = {"run": self.run, "round": step, "part": part}
+        if self._encoded[0] != self.stage:  # the same bytes for all who are asked
+            self._encoded = self.stage, self._request().to_bytes()
+        return self._encoded[1]
+
+    def _request(self) -> Message:
+        facts: dict[str, Any] = {"run": self.run, **dict(zip(_PLACE, self._place, strict=True))}
         if self._local is not None:
-            return Message(_LOCAL, facts, {"x": self._point, "v": self._local}).to_bytes()
+            return Message(_LOCAL, facts, {"x": self._point, "v": self._local})
         assert self._query is not None
-        return _query_message(self._query, self._point, {**facts, "noise": self.noise}).to_bytes()
+        return _query_message(self._query, self._point, {**facts, "noise": self.noise})
 
     def _is_asked(self, client: int) -> bool:
         """Return True if an answer of this client is missing now."""
         if self._reason or client in self._left:
             return False
         if self._local is None:
-            return client not in self._answers and client not in self._missed
+            return client not in self._answered | self._missed
         return client == self._worker
 
     def receive(self, client: int, reply: bytes) -> bool:
@@ -366,7 +368,7 @@ class SynchronousServer(QuorumServer):
         place = (message["round"], message["part"])
         if self._reason or place < self._place or client in self._left:
             return False  # it came late
-        has_answered = client in self._answers or self._local is not None
+        has_answered = client in self._answered or self._local is not None
         if place == self._place and message.kind == _ANSWER and has_answered:
             return False  # it came twice
         if place != self._place or not self._is_asked(client):
@@ -388,8 +390,9 @@ class SynchronousServer(QuorumServer):
             assert self._query is not None
             size = self._query.size(len(self._point))
             answer = message.reals("sum", size, self._point.dtype, self._largest(self._query))
-            self._answers[client] = answer
-        if self._local is None and self._answers and not self.awaited:
+            self._total = self._total + answer
+            self._answered.add(client)
+        if self._local is None and self._answered and not self.awaited:
             self.leave_out()
         return True
 
@@ -436,7 +439,7 @@ class SynchronousServer(QuorumServer):
         # Where a worker goes on alone, the step's queries have all been answered.
         following = (step, part) if self._local is None else (step + 1, 0)
         self._driver = Driver(self.plan.estimator, state["estimator"], *following)
-        self._reason, self._query, self._answers = str(state["reason"]), None, {}
+        self._reason, self._query, self._encoded = str(state["reason"]), None, ((), b"")
         self._ask()
         self._missed = set(state.get("missed", ()))
 
