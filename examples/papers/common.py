@@ -28,6 +28,7 @@ RUNGS = ((18, 1), (6, 2), (2, 4))
 NOISES = 20  # of the table: seeds 0, 1, ...
 TUNING_SEED = 1000  # and on: noises that are in no table
 CONFIDENCE = 0.95
+FEWEST_PAIRS = 6  # no result of Wilcoxon's test on fewer is below 0.05
 
 Setting = Mapping[str, Any]
 
@@ -261,8 +262,8 @@ class Summary:
 def paired_p(some: Sequence[float], others: Sequence[float]) -> float:
     """Two-sided p of the Wilcoxon signed-rank test on pairs of runs with the same seed."""
     differences = np.subtract(some, others)
-    if len(differences) < 6 or not differences.any():
-        return 1.0  # no result of fewer pairs is below 0.05
+    if len(differences) < FEWEST_PAIRS or not differences.any():
+        return 1.0
     return float(stats.wilcoxon(differences).pvalue)
 
 

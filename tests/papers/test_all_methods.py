@@ -168,6 +168,7 @@ def test_the_page_says_who_gained(script, common, tmp_path):
     assert "Worse than DP-SGD (adjusted p < 0.05):\n\n- nothing" in text
     assert "| noise that decays | **+2.10 ± 0.04** (p < 0.001) |" in text
     short = {run: each for run, each in results.items() if run.seed not in range(3, 20)}
+    assert "- `Storm`: digits at ε = 1" in text  # among those that do not differ
     assert "n = 3" in script.page(short, "the command", "picture.png")
     assert all(json.loads(line) for line in Path(path).read_text().splitlines())
 
