@@ -80,8 +80,11 @@ class DifferentialPrivacy(Callback):
         about: your words about the data (its name, what a record is, who is responsible), for the
             report; see :class:`lightning_dp.About`.
         seed: repeatable noise and batches, for tests; the report says that nothing is private.
-        isolation_probe, loss_graph_check, spot_checks, gradient_edits, public_state: earlier names of
-            ``checks``' arguments, with a warning; they go with the next version.
+        isolation_probe: earlier spelling of ``checks=Checks(dry_run=...)``; goes with the next version.
+        loss_graph_check: of ``checks=Checks(loss_graph=...)``.
+        spot_checks: of ``checks=Checks(comparisons=...)``.
+        gradient_edits: of ``checks=Checks(gradient_edits=...)``.
+        public_state: of ``checks=Checks(public_state=...)``.
 
     Raises:
         ValueError: for a bad or contradictory argument, naming it.
