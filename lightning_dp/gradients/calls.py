@@ -14,9 +14,8 @@ from torch.autograd.graph import GradientEdge
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_dp._precision import full_precision
 from lightning_dp._refusals import Refusal
-from lightning_dp.functional import real, unflatten
+from lightning_dp.functional import full_precision, real, unflatten
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.bilinear import Folding, Rows, Use, Uses, uses_of_records
 from lightning_dp.gradients.parameter_sum import (

@@ -11,9 +11,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_dp._precision import full_precision, where_used
 from lightning_dp._refusals import RefusedRun
-from lightning_dp.functional import flat_zeros, parts_of
+from lightning_dp.functional import flat_zeros, full_precision, parts_of, where_used
 from lightning_dp.gradients.base import (
     AbstractPerSampleGradients,
     UnsupportedModelError,

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lightning_dp._precision import full_precision
-from lightning_dp.functional import as_rows, flat_zeros, parts_of, per_sample_norms
+from lightning_dp.functional import as_rows, flat_zeros, full_precision, parts_of, per_sample_norms
 from lightning_dp.gradients.base import AbstractPerSampleGradients, number_of_records
 
 __all__ = ["MaterialisedGradients", "places_in", "restricted"]

@@ -9,10 +9,18 @@ from functools import partial, reduce
 import torch
 from torch import Tensor, nn
 
-from lightning_dp._precision import full_precision, has_float64, where_used
 from lightning_dp._refusals import RefusedRun
-from lightning_dp._shards import held_here, sum_into_shard
-from lightning_dp.functional import flat_memory, flat_zeros, parts_of, real, squared_row_norms
+from lightning_dp._world import held_here, sum_into_shard
+from lightning_dp.functional import (
+    flat_memory,
+    flat_zeros,
+    full_precision,
+    has_float64,
+    parts_of,
+    real,
+    squared_row_norms,
+    where_used,
+)
 from lightning_dp.gradients.base import (
     ALONE,
     AbstractPerSampleGradients,

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp._refusals import RefusedRun
-from lightning_dp._training_step import loss_in
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
     AbstractPerSampleGradients,
@@ -22,7 +21,7 @@ from lightning_dp.gradients.base import (
     UncoveredParameterError,
     UnsupportedModelError,
 )
-from lightning_dp.gradients.batches import SampleBatch, map_leaves
+from lightning_dp.gradients.batches import SampleBatch, loss_in, map_leaves
 from lightning_dp.gradients.calls import Call, CallSums, DualSums, go_back, run_along
 from lightning_dp.gradients.composites import COMPOSITES
 from lightning_dp.gradients.graph import nodes

@@ -16,7 +16,7 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
-from lightning_dp._warnings import PrivacyWarning
+from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report import PrivacyReport
