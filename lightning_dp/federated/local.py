@@ -32,7 +32,7 @@ from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients import AbstractGradientEngine, RecordPasses, Replay
 from lightning_dp.gradients.base import UNANSWERED, Around
 from lightning_dp.gradients.batches import call_training_step
-from lightning_dp.gradients.materialised import MaterialisedGradients
+from lightning_dp.gradients.parameter_sum import MaterialisedGradients
 from lightning_dp.gradients.passes import at_point
 from lightning_dp.gradients.side_effects import SideEffects
 from lightning_dp.isolation.dry_run import DryRun

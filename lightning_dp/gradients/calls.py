@@ -23,6 +23,7 @@ from lightning_dp.gradients.parameter_sum import (
     BookkeptGradients,
     ParameterGradients,
     ScratchPool,
+    at_least_float32,
 )
 from lightning_dp.gradients.rules import Rule
 
@@ -103,11 +104,6 @@ class Call:
 def copied(part: Tensor, gradient: Tensor) -> Uses:
     """Return the use of a tensor, computed from parameters, of which each record has a copy."""
     return [(part, Rows.use(gradient))]
-
-
-def at_least_float32(tensor: Tensor) -> Tensor:
-    """Return a tensor in float32 if it is in half of that."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def go_back(

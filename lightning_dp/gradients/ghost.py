@@ -23,8 +23,14 @@ from lightning_dp.gradients.bilinear import Use
 from lightning_dp.gradients.calls import Call, KeptInputs, go_back
 from lightning_dp.gradients.compiled import as_written
 from lightning_dp.gradients.layer_calls import AbstractLayerEngine, Recorder
-from lightning_dp.gradients.materialised import MaterialisedGradients, places_in, restricted
-from lightning_dp.gradients.parameter_sum import Allowance, ParameterGradients, without_zeros
+from lightning_dp.gradients.parameter_sum import (
+    Allowance,
+    MaterialisedGradients,
+    ParameterGradients,
+    places_in,
+    restricted,
+    without_zeros,
+)
 
 __all__ = ["GhostClipping", "GhostGradients"]
 

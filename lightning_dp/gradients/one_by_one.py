@@ -21,7 +21,7 @@ from lightning_dp.gradients.base import (
 from lightning_dp.gradients.batches import SampleBatch, loss_in
 from lightning_dp.gradients.compiled import as_written
 from lightning_dp.gradients.graph import nodes, refuse_reentrant
-from lightning_dp.gradients.materialised import MaterialisedGradients
+from lightning_dp.gradients.parameter_sum import MaterialisedGradients
 
 __all__ = ["OneByOne"]
 

@@ -25,8 +25,7 @@ from lightning_dp.gradients.batches import SampleBatch, loss_in, map_leaves
 from lightning_dp.gradients.calls import Call, CallSums, DualSums, go_back, run_along
 from lightning_dp.gradients.composites import COMPOSITES
 from lightning_dp.gradients.graph import nodes
-from lightning_dp.gradients.materialised import restricted
-from lightning_dp.gradients.parameter_sum import BookkeptGradients, ScratchPool
+from lightning_dp.gradients.parameter_sum import BookkeptGradients, ScratchPool, restricted
 from lightning_dp.gradients.record_calls import (
     MISSING,
     CallRecorder,

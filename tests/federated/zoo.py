@@ -31,7 +31,7 @@ from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.protocol import AbstractClient, AbstractServer, Message
 from lightning_dp.federated.synchronous import BVRLSGD, QueryClient, SynchronousServer
 from lightning_dp.functional import shared_mask
-from lightning_dp.gradients.materialised import MaterialisedGradients
+from lightning_dp.gradients.parameter_sum import MaterialisedGradients
 from lightning_dp.noise_plan import NoisePlan
 
 SIZE, CLIENTS, RECORDS, ROUNDS = 4, 3, 30, 6
