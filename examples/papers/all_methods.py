@@ -49,8 +49,8 @@ from common import (
 from scratch_ledger import ScratchLedger
 from torch import Tensor, nn
 
+from lightning_dp import PrivacyWarning
 from lightning_dp._noise import NoiseSource, random_generator
-from lightning_dp._warnings import PrivacyWarning
 from lightning_dp._world import World
 from lightning_dp.accounting import calibrate, epsilon
 from lightning_dp.accounting.guards import FixedGuard
@@ -61,6 +61,7 @@ from lightning_dp.federated import AsyncClient, AsyncPlan, AsyncServer, ClientPr
 from lightning_dp.federated.asynchronous import ConstantSteps, PolynomialSizes
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients import RecordPasses, Replay
+from lightning_dp.gradients.passes import passes_of
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.postprocessing import AbstractPostProcessor, LaplacianSmoothing, Momentum
@@ -337,7 +338,7 @@ class Trainee:
         """The answer of some records; an empty batch answers with nothing."""
         chosen = torch.as_tensor(records)
         batch = self.x[chosen], self.y[chosen]
-        self.evaluations += len(chosen) * len(query.passes)
+        self.evaluations += len(chosen) * len(passes_of(query))
         answer = self.passes.answer(query, Replay(self.loss, batch, len(chosen)))
         return BoundedSum.empty(query, self.params) if answer is None else answer
 
