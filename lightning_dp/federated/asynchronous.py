@@ -47,8 +47,8 @@ from lightning_dp.federated.protocol import (
     Records,
     norm_bound,
 )
+from lightning_dp.functional import shared_mask
 from lightning_dp.sampling import Poisson
-from lightning_dp.sparsify import shared_mask
 
 __all__ = [
     "ROUND",

@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian
-from lightning_dp.accounting.journal import JournalError
-from lightning_dp.accounting.release_file import read_release_file, release_path
+from lightning_dp.accounting.journal import JournalError, read_release_file, release_path
 from lightning_dp.federated.ledger import ReleaseLedger, Spending
 from lightning_dp.federated.protocol import MessageError
 from lightning_dp.mechanism import BudgetExhausted
