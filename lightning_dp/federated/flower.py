@@ -309,8 +309,7 @@ def server_app(
 # -- messages ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     """A reply of a client, with its public numbers."""
 
     node: int
@@ -408,18 +407,12 @@ class Exchange:
             self._failed(self._flights.pop(name), f"no reply within {self._ttl} s")
         return found
 
-    def settle(self, reply: Reply, *, problem: str = "", applied: bool = True) -> None:
-        """Note whether the protocol applied a reply: a node whose replies are of no use must wait."""
-        if applied:
-            self._failures.pop(reply.node, None)
-        else:
-            self._postpone(reply.node)
+    def settle(self, reply: Reply, problem: str) -> None:
+        """Note that a reply was applied, or its problem: a node that is of no use must wait."""
         if problem:
-            self._note(reply.client, reply.node, problem)
-
-    def _note(self, client: int | None, node: int, problem: str) -> None:
-        sender = f"Node {node}" if client is None else f"Client {client}"
-        self._problems.append(Problem(sender, client, problem))
+            self._failed(reply, problem)
+        else:
+            self._failures.pop(reply.node, None)
 
     # -- replies -----------------------------------------------------------------------------
 
@@ -505,20 +498,18 @@ class Exchange:
         self._not_before.pop(node, None)
         return client
 
-    def _failed(self, flight: _Flight, problem: str) -> None:
-        self._postpone(flight.node)
-        self._note(flight.client, flight.node, problem)
+    def _failed(self, at: _Flight | Reply, problem: str) -> None:
+        failures = self._failures[at.node] = self._failures.get(at.node, 0) + 1
+        pause = min(_LONGEST_PAUSE, self.poll_interval * 2.0 ** min(failures, 32))
+        self._not_before[at.node] = time.monotonic() + pause
+        sender = f"Node {at.node}" if at.client is None else f"Client {at.client}"
+        self._problems.append(Problem(sender, at.client, problem))
 
     def _free(self, flight: _Flight) -> None:
         """Take a client's number from its node."""
         if flight.client is not None and self._nodes.get(flight.client) == flight.node:
             del self._nodes[flight.client]
             self._is_freed = True
-
-    def _postpone(self, node: int) -> None:
-        failures = self._failures[node] = self._failures.get(node, 0) + 1
-        pause = min(_LONGEST_PAUSE, self.poll_interval * 2.0 ** min(failures, 32))
-        self._not_before[node] = time.monotonic() + pause
 
     # -- messages ----------------------------------------------------------------------------
 
@@ -753,22 +744,21 @@ class _ServerRun:
 
     def _apply(self, reply: Reply) -> bool:
         """Give a reply to the protocol; return True if it has gone on by it."""
-        applied, problem = False, "its reply came twice, or too late"
         if reply.payload is None:  # the client has come, or come back
             self.attendance.hear(reply.client)
             self.logbook.add_client(reply.client, reply.facts, None)
             return False
         try:
             # A machine that returns nothing has taken it.
-            applied = self.machine.receive(reply.client, reply.payload) is not False
+            is_late = self.machine.receive(reply.client, reply.payload) is False
             self.attendance.hear(reply.client)
-            problem = "" if applied else problem
+            problem = "its reply came twice, or too late" if is_late else ""
         except MessageError as error:
             problem = f"its reply cannot be used: {text_of(error)}"
-        self.exchange.settle(reply, problem=problem, applied=applied)
-        if applied:
+        self.exchange.settle(reply, problem)
+        if not problem:
             self.logbook.add_client(reply.client, reply.facts, self.machine.round)
-        return applied
+        return not problem
 
     def _publish(self) -> None:
         """Load and log a new global model."""

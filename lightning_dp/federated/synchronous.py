@@ -297,10 +297,9 @@ class SynchronousServer(QuorumServer):
         if estimate is None:
             return
         estimate = estimate.to(self._point.dtype)
-        moved = self._point - self.learning_rate * estimate
         if self._worker is None or self._worker in self._left:
-            self._move_to(moved)
-        elif self._is_finite(moved):
+            self._move_to(self._point - self.learning_rate * estimate)
+        elif self._is_finite(self._point - self.learning_rate * estimate):
             self._local = estimate
 
     @property

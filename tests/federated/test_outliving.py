@@ -182,6 +182,23 @@ def test_without_budget_clients_leave_as_long_as_there_is_a_quorum(federation, t
     assert end.reason == "2 of the clients have budget left, and a round needs 3"
 
 
+def test_others_are_ahead_when_a_round_goes_on_without_a_client(tmp_path):
+    """Lag 2: who is left out of round 0 is a round behind still, and may answer round 1."""
+    federation = asynchronous(replace(ASYNC, lag=2))
+    server, make = federation.begin(TWO), federation.clients(tmp_path)
+    for c in (0, 1, 0, 1):
+        assert server.receive(c, make(c).answer(server.request(c)))
+    assert (server.applied, server.request(0)) == ([2, 2, 0], None)
+    assert server.leave_out() == {2} and (server.round, server.applied) == (1, [2, 2, 1])
+    assert server.leave_out() == {2} and (server.round, server.applied) == (2, [2, 2, 2])
+    assert server.leave_out() == set()
+    restored = federation.begin(TWO)
+    restored.load_state_dict(server.state_dict())
+    end = play(restored, make)
+    assert (end.applied, end.reason) == ([ROUNDS] * CLIENTS, "all 6 rounds were made")
+    assert sum(n for _, n in history(tmp_path, "client-2")) == ROUNDS - 2
+
+
 # -- messages that anybody may have changed ----------------------------------------------------
 
 
