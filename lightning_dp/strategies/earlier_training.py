@@ -20,8 +20,8 @@ from lightning_dp._warnings import warn
 from lightning_dp.accounting.charges import JournalError
 from lightning_dp.accounting.journals import Neighbours, neighbours, union
 from lightning_dp.accounting.ledger import Ledger
+from lightning_dp.report.of_run import at_start, with_whole_plan
 from lightning_dp.run import PrivateRun
-from lightning_dp.strategies.totals import at_start, with_whole_plan
 
 __all__ = ["EarlierTraining", "fingerprints", "some_of"]
 

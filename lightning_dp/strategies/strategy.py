@@ -29,14 +29,17 @@ from lightning_dp._waiting_losses import WaitingLosses
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
 from lightning_dp.accounting.events import VoidedRunError
+from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.estimators import MeanGradient
 from lightning_dp.gradients import AbstractGradientEngine, CoupledLossError, UnsupportedModelError
 from lightning_dp.gradients.base import without_alone
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.plan.advice import Setting, optimizer_setting
 from lightning_dp.run import PrivateRun
+from lightning_dp.strategies import PrivacyCallback
 from lightning_dp.strategies.alone import RecordsAlone
 from lightning_dp.strategies.checks import (
+    Monitors,
     check_estimator,
     check_sharding,
     check_trainer,
@@ -53,13 +56,9 @@ from lightning_dp.strategies.data import (
     private_loader_of,
 )
 from lightning_dp.strategies.earlier_training import EarlierTraining
-from lightning_dp.strategies.early_end import Agreement, Place, end_before_first_step, end_training
-from lightning_dp.strategies.engine import FitEngine
-from lightning_dp.strategies.hooks import PrivacyCallback, among
 from lightning_dp.strategies.isolation import IsolationWatch
-from lightning_dp.strategies.monitors import Monitors
 from lightning_dp.strategies.optimizers import Optimizers, find_optimizers
-from lightning_dp.strategies.step import PrivateStep
+from lightning_dp.strategies.step import Agreement, FitEngine, Place, PrivateStep, end_training
 from lightning_dp.strategies.update_guard import (
     GradientGuard,
     SameParameters,
@@ -219,7 +218,7 @@ class DifferentialPrivacyStrategy(Strategy):
         run = self.private_run
         check_trainer(trainer)
         folder = self._folder
-        self._callbacks = among(trainer, self._given)
+        self._callbacks = _among(trainer, self._given)
         super().setup(trainer)
         named = run.config.private_optimizer
         optimizers = find_optimizers(self.optimizers, self._module, named, self.world_size)
@@ -301,7 +300,7 @@ class DifferentialPrivacyStrategy(Strategy):
         for callback in self._callbacks:
             callback.on_privacy_start(trainer, run, fit.folder)
         if planned_steps and run.exhausted:
-            end_before_first_step(trainer, run, self._mechanism)
+            _end_before_first_step(trainer, run, self._mechanism)
 
     def _steps_before(self) -> int:
         """Return the private steps that this Trainer has made: it counts those of all optimizers."""
@@ -659,6 +658,26 @@ class DifferentialPrivacyStrategy(Strategy):
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: nothing of a fit, which holds what is not noised yet."""
         return {**super().__getstate__(), "_fit": None, "_watch": None, "_sharded": ()}
+
+
+def _among(trainer: Trainer, given: Sequence[PrivacyCallback]) -> tuple[PrivacyCallback, ...]:
+    """Return the Trainer's own, and of those given the ones of another kind."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    own = [each for each in callbacks if isinstance(each, PrivacyCallback)]
+    return (*own, *(new for new in given if not any(isinstance(each, type(new)) for each in own)))
+
+
+def _end_before_first_step(trainer: Trainer, run: PrivateRun, mechanism: Mechanism) -> None:
+    """Stop the Trainer where the budget does not allow one step, and warn."""
+    end_training(
+        trainer,
+        run,
+        f"the budget (ε = {run.config.target_epsilon} at δ = {run.config.target_delta}, "
+        f"{epsilon_text(run.epsilon)} of it spent) does not allow one step with noise multiplier "
+        f"{mechanism.next_noise_multiplier:.4g}; raise target_epsilon or the noise",
+    )
+    if trainer.is_global_zero:
+        warn(f"No training step was made: {run.stop_reason}.", topic="budget-exhausted")
 
 
 def _setting_of(

@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import DifferentialPrivacy
 from lightning_dp._refusals import Refusal
-from lightning_dp.isolation.dry_run import DryRun, find_layout
-from lightning_dp.isolation.made_up import SampleMaker
+from lightning_dp.isolation.dry_run import DryRun, SampleMaker, find_layout
 from tests.isolation.conftest import BatchStatistics, Model, network, records
 
 REFUSALS = (MisconfigurationException, Refusal)
