@@ -7,7 +7,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,18 +18,20 @@ from torch import Tensor
 from lightning_dp._generators import RandomState
 from lightning_dp._precision import in_float64
 from lightning_dp.boundary import AbstractPerSampleGradients, Query, Term
+from lightning_dp.functional import number_of_entries
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.gradients.batches import UNKNOWN_LAYOUT, Layout
+from lightning_dp.gradients.parameter_sum import BookkeptGradients
 from lightning_dp.isolation.check import CURES, Check, Outcome, Settings
-from lightning_dp.isolation.comparison import GradientSample
-from lightning_dp.isolation.replay import Runner
+from lightning_dp.isolation.comparison import GradientSample, take_sample
+from lightning_dp.isolation.replay import Run, Runner
 from lightning_dp.isolation.state import TwinState
 
 __all__ = ["DryRun", "NoSyntheticSample", "SampleMaker", "find_layout", "mean_or_sum"]
 
 _SAMPLES, _FEWEST, _CLASSES = 4, 2, 2
 _NOTHING = 1e-30  # the norm of a gradient that is rounding alone
-_SEEDS = 6  # with which norms are averaged
+_SEED, _SEEDS = 2, 6  # of what is compared, and those with which norms are averaged
 _SURE = 6.0  # standard errors
 _CONSTANT = (
     "The loss of a record that is alone in its batch does not depend on the parameters (it compares "
@@ -92,61 +94,93 @@ class DryRun:
         """
         runner.without_dropout = True
         try:
-            samples, longest = self._that_run(runner)
-            unit = min(clip_norm, longest) if longest > _NOTHING else clip_norm
-            asked = partial(settings, query=_plain(unit))
-            found = self._compared(runner, samples, asked, twins)
+            first = self._first_run(runner, clip_norm)
+            found = _compared(runner, first, partial(settings, query=_plain(first.unit)), twins)
             if found.kind == "isolated" and not runner.passes.watched.engine.isolates:
-                return mean_or_sum(runner, samples)
+                return mean_or_sum(runner, first.samples)
             return found
         except UnsupportedModelError:
             raise
         except Exception as error:  # the user's code, on values that are none of the user's
             return Outcome("not compared", f"{type(error).__name__}: {error}")
 
-    def _that_run(self, runner: Runner) -> tuple[list[Any], float]:
-        """Return samples on which the model runs, and the longest of their gradients.
+    def _first_run(self, runner: Runner, clip_norm: float) -> _FirstRun:
+        """Run samples that the model takes.
 
         Raises:
             UnsupportedModelError: where a record alone has no gradient.
         """
         count = _FEWEST if runner.passes.watched.engine.one_record else _SAMPLES
-        samples = self.samples(count)
         try:
-            first = _norms(runner, samples, 0)
+            first = _FirstRun(runner, self.samples(count), clip_norm)
         except UnsupportedModelError:
             raise
         except Exception:  # made-up lengths that it does not take
-            samples = self.samples(count, are_longer=False)
-            first = _norms(runner, samples, 0)
-        is_constant = not bool((first > _NOTHING).any())
-        if (
-            runner.passes.watched.engine.isolates
-            and is_constant
-            and runner.has_plain_gradient(samples)
-        ):
+            first = _FirstRun(runner, self.samples(count, are_longer=False), clip_norm)
+        isolates = runner.passes.watched.engine.isolates
+        is_constant = isolates and not bool((first.norms > _NOTHING).any())
+        if is_constant and runner.has_plain_gradient(first.samples):
             raise UnsupportedModelError(_CONSTANT, topic="coupled-records")
-        finite = first[first.isfinite()]
-        return samples, float(finite.max()) if len(finite) else 0.0
+        return first
 
-    def _compared(
-        self,
-        runner: Runner,
-        samples: list[Any],
-        settings: Callable[..., Settings],
-        twins: TwinState,
-    ) -> Outcome:
-        """Compare twice: what the first time leaves is what the second time may read."""
-        found, half = Outcome("isolated"), len(samples) // 2
-        for kept in (list(range(half)), list(range(half, len(samples)))):
-            start = RandomState.seeded(runner.device, kept[0])
-            asked = settings(whole=len(samples), seed=half, fewer=not kept[0])
-            check = Check(runner, samples, asked, partial(_same, kept), twins, start)
-            check.look()
-            found = check.settle(bool, attempts=2)
-            if found.kind != "isolated":
-                return found
-        return found
+
+class _FirstRun:
+    """A run of all samples: the norms of their gradients, and what comparisons take from it.
+
+    Where all gradients are shorter than C, the longest one is the unit.
+    """
+
+    def __init__(self, runner: Runner, samples: list[Any], clip_norm: float) -> None:
+        self.samples, self.unit, self._clip_norm = samples, clip_norm, clip_norm
+        half = len(samples) // 2
+        self.halves = [list(range(half)), list(range(half, len(samples)))]
+        self.norms = torch.zeros(len(samples), dtype=torch.float64)
+        self._sizes = [number_of_entries([param]) for param in runner.params]
+        self._looks: list[GradientSample] = []
+        start = RandomState.seeded(runner.device, 0)
+        self._run = runner.run(samples, _plain(1.0), start, self._look)
+
+    def _look(self, gradients: AbstractPerSampleGradients) -> GradientSample:
+        self.norms = in_float64(gradients.norms().detach())
+        finite = self.norms[self.norms.isfinite()]
+        longest = float(finite.max()) if len(finite) else 0.0
+        self.unit = min(self._clip_norm, longest) if longest > _NOTHING else self._clip_norm
+        can_be_looked_at_again = isinstance(gradients, BookkeptGradients)
+        for rows in self.halves if can_be_looked_at_again else self.halves[:1]:
+            generator = torch.Generator().manual_seed(_SEED)
+            look = take_sample(gradients, rows, self.unit, self._sizes, generator)
+            self._looks.append(look)
+        return self._looks[0]
+
+    def of_half(self, i: int) -> Run | None:
+        """Return the run with what is compared of a half, if it need not be made again for it."""
+        if i == 0:
+            return self._run
+        if len(self._looks) == 1 or self._run.has_drawn:
+            return None
+        return (
+            self._run
+            if self._run.gradients is None
+            else replace(self._run, gradients=self._looks[i])
+        )
+
+
+def _compared(
+    runner: Runner, first: _FirstRun, settings: Callable[..., Settings], twins: TwinState
+) -> Outcome:
+    """Compare twice: what the first time leaves is what the second time may read."""
+    found = Outcome("isolated")
+    for i, kept in enumerate(first.halves):
+        together = first.of_half(i)
+        start = RandomState.seeded(runner.device, 0 if together is not None else kept[0])
+        asked = settings(whole=len(first.samples), seed=_SEED, fewer=i == 0)
+        check = Check(runner, first.samples, asked, partial(_same, kept), twins, start)
+        check.together = together
+        check.look()
+        found = check.settle(bool, attempts=2)
+        if found.kind != "isolated":
+            return found
+    return found
 
 
 def _same(kept: list[int], attempt: int) -> list[int]:
