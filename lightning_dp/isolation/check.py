@@ -222,10 +222,7 @@ class Check:
         return True
 
     def _is_only_ordered(self, kept: list[int]) -> bool:
-        """Return True if the kept samples have the same gradients without the others, in other rows.
-
-        A model may sort or shuffle its samples.
-        """
+        """Return True if a model only sorted or shuffled its samples."""
         samples = [self._samples[place] for place in kept]
         try:
             with without_dropout(self._runner.module):
@@ -332,11 +329,7 @@ class Check:
         return float(distance) if bool(distance.isfinite()) else math.inf
 
     def _note_twins(self, found: _Found) -> None:
-        """Run the samples once more in each of two worlds that earlier records could have left.
-
-        And in two far away from both, with all that ever followed the records: what one batch did may be
-        small, and gone.
-        """
+        """Run the samples again in the worlds that earlier records could have left."""
         twins = self._twins
         if twins.has_ever and found.runs:
             together = found.runs[0]
@@ -347,7 +340,7 @@ class Check:
                 self._in_world(twins.at_end(0)),
                 self._in_world(twins.at_end(1)),
             ]
-            for sign in (1.0, -1.0):
+            for sign in (1.0, -1.0):  # far from both: what one batch did may be small, and gone
                 with suppress(Exception):  # of the user's, on values that no run had
                     runs += [together, self._in_world(twins.far(sign))]
             kept = len(self._kept(0))

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from lightning_dp.isolation.comparison import GradientSample, take_sample
 from lightning_dp.isolation.replay import Run, Runner
 from lightning_dp.isolation.state import TwinState
 
-__all__ = ["DryRun", "NoSyntheticSample", "SampleMaker", "find_layout", "mean_or_sum"]
+__all__ = ["DryRun", "find_layout", "mean_or_sum"]
 
 _SAMPLES, _FEWEST, _CLASSES = 4, 2, 2
 _NOTHING = 1e-30  # the norm of a gradient that is rounding alone
@@ -44,6 +44,9 @@ _CONSTANT = (
 class DryRun:
     """Runs made-up samples of the types and shapes of a real one, of which no value is used.
 
+    Real numbers are uniform in (0, 1), whole ones are 0 or 1, texts and images are made up. What is
+    none of these (None, a path, an object without numbers) stays as it is.
+
     Args:
         like: the sample; None if there is none.
         have_lengths: the ``collate_fn`` may take samples of several lengths.
@@ -51,7 +54,7 @@ class DryRun:
 
     def __init__(self, like: Any, *, have_lengths: bool = True) -> None:
         self._have_lengths = have_lengths
-        self._maker = None if like is None else SampleMaker(like, _CLASSES)
+        self._like = like
 
     def samples(self, count: int, *, are_longer: bool = True) -> list[Any]:
         """Return made-up samples.
@@ -63,12 +66,13 @@ class DryRun:
         Raises:
             ValueError: if none can be made.
         """
-        if self._maker is None:
+        if self._like is None:
             raise ValueError("no sample can be read twice")
-        lengths = _lengths_in(self._maker.like) if are_longer and self._have_lengths else ()
+        lengths = _lengths_in(self._like) if are_longer and self._have_lengths else ()
         longer = {length: 2 * length for length in lengths}
-        made = [self._maker.make(i) for i in range(count - 1)]
-        return [*made, self._maker.make(count - 1, longer)]
+        return [
+            _SampleMaker(i, longer if i == count - 1 else {}).part(self._like) for i in range(count)
+        ]
 
     def run(
         self,
@@ -252,37 +256,6 @@ _WORDS = ("one", "two", "six", "ten", "cat", "dog", "sun", "sea", "red", "sky") 
 _NO_NUMBERS = "OSUMmV"  # kinds of arrays
 
 
-class NoSyntheticSample(ValueError):
-    """A sample holds something that cannot be imitated; the message names its type."""
-
-
-@dataclass(frozen=True)
-class SampleMaker:
-    """Makes samples like one of the data set, of which no number is read.
-
-    Real numbers are uniform in (0, 1), whole ones are below ``classes``, truth values, texts and
-    images are made up. What is none of these (None, a path, an object without numbers) is kept as
-    it is.
-
-    Args:
-        like: the sample.
-        classes: whole numbers are below this.
-    """
-
-    like: Any = field(repr=False)
-    classes: int = 8
-
-    def make(self, i: int, lengths: Mapping[int, int] | None = None) -> Any:
-        """Return the i-th sample; the same one for the same arguments.
-
-        Args:
-            i: its number, at least 0.
-            lengths: other lengths of first dimensions and lists, instead of those in the keys.
-        """
-        generator = torch.Generator().manual_seed(1 + i)
-        return _Maker(generator, i, lengths or {}, self.classes).part(self.like)
-
-
 def _lengths_in(sample: Any) -> set[int]:
     """Return the lengths of a sample's arrays and lists of numbers in their first dimension."""
     return {shape[0] for shape in _shapes(sample) if shape and shape[0] > 1}
@@ -302,12 +275,12 @@ def _shapes(part: Any) -> Iterator[tuple[int, ...]]:
             yield from _shapes(each)
 
 
-@dataclass(frozen=True)
-class _Maker:
-    generator: torch.Generator
-    i: int
-    lengths: Mapping[int, int]
-    classes: int
+class _SampleMaker:
+    """Makes the i-th sample like one of the data set, with other lengths for those in the keys."""
+
+    def __init__(self, i: int, lengths: Mapping[int, int]) -> None:
+        self.i, self.lengths = i, lengths
+        self.generator = torch.Generator().manual_seed(1 + i)
 
     def part(self, like: Any) -> Any:
         """Make something of the same type and structure."""
@@ -337,7 +310,7 @@ class _Maker:
 
     def _tensor(self, like: Tensor) -> Tensor:
         if like.layout != torch.strided or like.is_nested or like.is_quantized:
-            raise NoSyntheticSample("a sample holds a tensor that is not dense")
+            raise ValueError("a sample holds a tensor that is not dense")
         shape = self._shape(tuple(like.shape))
         made = self._values(like.dtype, shape).to(like.device)
         return made if type(like) is Tensor else made.as_subclass(type(like))
@@ -357,10 +330,9 @@ class _Maker:
         if dtype.is_complex:
             return torch.complex(self._real(shape), self._real(shape)).to(dtype)
         if not shape:
-            return torch.tensor(self.i % (2 if dtype == torch.bool else self.classes)).to(dtype)
-        below = 2 if dtype == torch.bool else self.classes
-        made = torch.randint(below, shape, generator=self.generator)
-        made.view(-1)[:1] = min(1, below - 1)  # no mask is empty
+            return torch.tensor(self.i % _CLASSES).to(dtype)
+        made = torch.randint(_CLASSES, shape, generator=self.generator)
+        made.view(-1)[:1] = 1  # no mask is empty
         return made.to(dtype)
 
     def _real(self, shape: tuple[int, ...]) -> Tensor:

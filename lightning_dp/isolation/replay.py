@@ -408,11 +408,7 @@ class StillOptimizer(Optimizer):
 
 
 class _StillScheduler:
-    """A scheduler that does nothing.
-
-    Args:
-        optimizers: whose learning rates it tells.
-    """
+    """A scheduler that does nothing, and gives the optimizers' learning rates."""
 
     last_epoch = 0
     step = staticmethod(_ignore)

@@ -505,11 +505,7 @@ class IsolationWatch:
 
 
 class _BeforeHooks(Callback):
-    """Runs hooks of the module at the ends of epochs as they would run after other records.
-
-    Args:
-        watch: runs them.
-    """
+    """Runs hooks of the module first as they would run after other records."""
 
     def __init__(self, watch: IsolationWatch) -> None:
         self._watch = watch

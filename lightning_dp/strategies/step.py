@@ -346,16 +346,7 @@ class PrivateStep:
         replay: Replay,
         here: AbstractPerSampleGradients | None = None,
     ) -> bool:
-        """Answer a query from one chunk; it stays owed if not each of its records has a gradient.
-
-        But a record that runs alone and has none contributes zero.
-
-        Args:
-            here: its gradients at the present parameters, where they are known already.
-
-        Returns:
-            True if there were gradients.
-        """
+        """Answer a query from one chunk; return False, and owe it, if it has no gradients."""
         if query.runs_again and not self._module.automatic_optimization:
             raise MisconfigurationError(
                 "An estimator that compares gradients at two points must run training_step again, "
@@ -371,15 +362,12 @@ class PrivateStep:
             mechanism.answer(found)
         else:
             self._add_nothing(mechanism)
+            # A record that runs alone and has no gradient contributes zero.
             self._batch.owed += 0 if self.one_record else replay.size
         return found is not None
 
     def _add_nothing(self, mechanism: Mechanism, replay: Replay | None = None) -> None:
-        """Let the other processes add up their parts of a sum over shards, where this one has none.
-
-        Args:
-            replay: runs what stands for records in passes that the others make first.
-        """
+        """Take part in the other processes' sum over shards, where this one has no gradients."""
         if self.engine.is_sharded and mechanism.query is not None and mechanism.so_far is not None:
             if replay is not None:
                 self._passes.go_along(mechanism.query, replay)
@@ -438,10 +426,8 @@ def _seeds(count: int) -> list[int]:
 
 
 def _is_one_row(batch: object, size: int) -> bool:
-    """Tell whether a batch of several records holds nothing but tensors of one row.
-
-    An engine would take such a row for one that all records share and no record is in.
-    """
+    """Return True if a batch of several records has tensors of one row alone."""
+    # An engine would take such a row for one that all records share and no record is in.
     tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     return size > 1 and bool(tensors) and all(len(leaf) == 1 for leaf in tensors)
 
@@ -551,13 +537,7 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _choice_for(config: PrivacyConfig, world: World, *, is_automatic: bool) -> EngineChoice:
-    """Return the engines that can do what a run asks for, from the one that its name stands for on.
-
-    Args:
-        config: of the run.
-        world: its processes.
-        is_automatic: Lightning steps the only optimizer.
-    """
+    """Return the engines that can do what a run asks for, the named one first."""
     choice = EngineChoice(config.engine)
     if config.engine == "ghost":  # norms alone may not be enough; told before a batch is seen
         if not config.resolved_estimator().traits.asks_one_gradient:

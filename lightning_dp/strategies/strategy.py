@@ -683,14 +683,7 @@ def _end_before_first_step(trainer: Trainer, run: PrivateRun, mechanism: Mechani
 def _setting_of(
     run: PrivateRun, optimizers: Optimizers, planned_steps: float, processes: int
 ) -> Setting:
-    """Return the setting of a fit whose plan was declared.
-
-    Args:
-        run: its batches, its budget, and its mechanism at the first step of this fit.
-        optimizers: the private one, and if there are others.
-        planned_steps: that the Trainer is going to make.
-        processes: that share each batch.
-    """
+    """Return the setting of a fit whose plan was declared, at its first step."""
     config, batches, mechanism = run.config, run.batches, run.mechanism
     assert batches is not None and mechanism is not None
     plan, is_alone = mechanism.plan, run.steps == mechanism.step and not run.ledger.runs.external
@@ -724,11 +717,7 @@ def _setting_of(
 
 
 def _default_folder(trainer: Trainer) -> Path:
-    """Return ``<default_root_dir>/privacy``, absolute.
-
-    Raises:
-        ValueError: if the Trainer's folder is not one of this machine, or has no name in UTF-8.
-    """
+    """Return ``<default_root_dir>/privacy``, absolute, if it is one of this machine."""
     try:
         return local_folder("default_root_dir", trainer.default_root_dir) / "privacy"
     except ValueError as error:
@@ -747,23 +736,12 @@ def _write_record(
     is_writer: bool,
     sharded: Sequence[Tensor] = (),
 ) -> PrivacyReport | None:
-    """Put the record into a checkpoint that is about to be saved.
-
-    Args:
-        checkpoint: what Lightning saves.
-        run: whose state it will hold.
-        sharded: the trained parameters, where each process has a part of them; the record has whole
-            vectors, for any number of processes.
-        is_writer: on the process that writes the file the record has the report in it.
-
-    Returns:
-        The report there; None on other processes.
-    """
+    """Put the run's record into a checkpoint; on the process that writes it, return its report."""
     from lightning_dp.report.files import CHECKPOINT_KEY, in_checkpoint
     from lightning_dp.report.of_run import report
 
     record = run.state_dict()
-    if sharded:
+    if sharded:  # whole vectors, for any number of processes
         record["mechanism"] = gathered(record["mechanism"], sharded)
     checkpoint[CHECKPOINT_KEY] = record
     if "callbacks" in checkpoint:  # those that a later Trainer misses are named in its warning
@@ -776,11 +754,7 @@ def _write_record(
 
 
 def _record_in(checkpoint: Any, path: Any) -> dict[str, Any]:
-    """Return the record of a checkpoint that a private run goes on from.
-
-    Raises:
-        ValueError: if it holds none.
-    """
+    """Return the record of a checkpoint that a private run goes on from."""
     from lightning_dp.report.files import CHECKPOINT_KEY
 
     if not isinstance(checkpoint, Mapping) or CHECKPOINT_KEY not in checkpoint:
@@ -821,11 +795,8 @@ def install(
 
 
 def _private(strategy: Strategy, kind: type[_Kind]) -> _Kind:
-    """Make the strategy a private one, in place: the Trainer keeps the object it chose.
-
-    Its class becomes a subclass of the mixin and the class it had. Replacing the object would
-    lose what the Trainer has connected to it already.
-    """
+    """Make the strategy a private one in place, by its class."""
+    # Another object would lose what the Trainer has connected to this one already.
     if not isinstance(strategy, DifferentialPrivacyStrategy):
         strategy.__class__ = _private_class(kind, type(strategy))
     assert isinstance(strategy, kind)

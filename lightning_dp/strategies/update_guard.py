@@ -94,25 +94,26 @@ class Marks:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         here = held_here(tensors)
         self._tensors, self._memory = tensors, [each.data for each in here]
-        self._versions = list(map(_version, here))
+        self._versions = _versions(here)
 
     def written(self) -> list[int]:
         """Return the positions of those that were written to, or got memory with other values."""
         now = held_here(self._tensors)
-        looks = zip(now, self._memory, self._versions, strict=True)
-        return [i for i, look in enumerate(looks) if _is_written(*look)]
+        pairs = zip(self._memory, now, self._versions, _versions(now), strict=True)
+        return [
+            i
+            for i, (memory, tensor, before, after) in enumerate(pairs)
+            if before != after
+            # Other memory may hold the same: an LSTM puts its weights together.
+            or (
+                (memory.data_ptr() != tensor.data_ptr() or memory.shape != tensor.shape)
+                and not torch.equal(memory, tensor.detach().to(memory))
+            )
+        ]
 
 
-def _is_written(now: Tensor, memory: Tensor, version: int) -> bool:
-    if _version(now) != version:
-        return True
-    # Other memory may hold the same: an LSTM puts its weights together.
-    is_same = memory.data_ptr() == now.data_ptr() and memory.shape == now.shape
-    return not (is_same or torch.equal(memory, now.detach().to(memory)))
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [0 if each.is_inference() else each._version for each in tensors]
 
 
 class SameParameters:
@@ -176,8 +177,8 @@ def trained_by(optimizer: Optimizer) -> tuple[nn.Parameter, ...]:
     return tuple([p for p in _moved(optimizer) if p.requires_grad])
 
 
-def _moved(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    return (param for group in optimizer.param_groups for param in group["params"])
+def _moved(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _are_the_same(some: Sequence[object], others: Sequence[object]) -> bool:
@@ -470,7 +471,7 @@ class GradientGuard:
 def _state_of(optimizer: Optimizer) -> dict[int, tuple[Tensor, int]]:
     states = [state for state in optimizer.state.values() if isinstance(state, dict)]
     found = [each for state in states for each in state.values() if isinstance(each, Tensor)]
-    return {id(each): (each, _version(each)) for each in found}
+    return dict(zip(map(id, found), zip(found, _versions(found), strict=True), strict=True))
 
 
 def watched(plugin: Precision, guard: GradientGuard, private: Optimizer) -> Precision:
