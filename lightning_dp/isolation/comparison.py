@@ -26,13 +26,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_dp._precision import in_float64
-from lightning_dp.boundary import AbstractPerSampleGradients
-from lightning_dp.functional import clip_factors
+from lightning_dp.functional import clip_factors, in_float64
+from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.batches import leaves as leaves_of
-from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.gradients.module_hooks import ModuleHooks
-from lightning_dp.gradients.parameter_sum import BookkeptGradients
+from lightning_dp.gradients.parameter_sum import BookkeptGradients, MaterialisedGradients
 
 __all__ = [
     "TOLERANCE",

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dp._generators import RandomState
-from lightning_dp._precision import in_float64
-from lightning_dp.boundary import AbstractPerSampleGradients, Query, Term
-from lightning_dp.functional import number_of_entries
+from lightning_dp._snapshot import RandomState
+from lightning_dp.boundary import Query, Term
+from lightning_dp.functional import in_float64, number_of_entries
 from lightning_dp.gradients import UnsupportedModelError
+from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.batches import UNKNOWN_LAYOUT, Layout
 from lightning_dp.gradients.parameter_sum import BookkeptGradients
 from lightning_dp.isolation.check import CURES, Check, Outcome, Settings

@@ -16,14 +16,13 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from lightning_dp._generators import RandomState
-from lightning_dp._module_state import Snapshot, restored
-from lightning_dp._precision import full_precision
-from lightning_dp._training_step import is_differentiable, loss_in
-from lightning_dp._waiting_losses import WaitingLosses
-from lightning_dp.boundary import AbstractPerSampleGradients, Query
+from lightning_dp._snapshot import RandomState, Snapshot, restored
+from lightning_dp.boundary import Query
+from lightning_dp.functional import full_precision
 from lightning_dp.gradients import RecordPasses, Replay, UnsupportedModelError
-from lightning_dp.gradients.batches import Singles
+from lightning_dp.gradients.base import AbstractPerSampleGradients
+from lightning_dp.gradients.batches import Singles, is_differentiable, loss_in
+from lightning_dp.gradients.graph import WaitingLosses
 from lightning_dp.gradients.parameter_sum import BookkeptGradients
 from lightning_dp.isolation.comparison import Call, GradientSample, watch_calls
 from lightning_dp.isolation.state import Marks

@@ -12,12 +12,11 @@ from platform import python_version
 from typing import Any
 
 from lightning_dp._refusals import text_of
-from lightning_dp.accounting.charges import Charges, JournalError
+from lightning_dp.accounting.base import epsilon_text
 from lightning_dp.accounting.guards import FixedGuard
-from lightning_dp.accounting.journal import JournalContent
-from lightning_dp.accounting.journals import Neighbours, neighbours, union
+from lightning_dp.accounting.journal import Charges, JournalContent, JournalError
+from lightning_dp.accounting.ledger import Neighbours, neighbours, union
 from lightning_dp.accounting.pld import PLDAccountant
-from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.plan.advice import facts
 from lightning_dp.report.content import PrivacyReport
@@ -59,8 +58,8 @@ def report(run: PrivateRun) -> PrivacyReport:
         seeded=run.is_seeded,
         isolation=run.isolation,
         spot_checks=_spot_checks(run),
-        gradient_edits=config.gradient_edits,
-        public_state=tuple(config.public_state),
+        gradient_edits=config.checks.gradient_edits,
+        public_state=tuple(config.checks.public_state),
         guard=FixedGuard.description if run.mechanism is None else run.mechanism.guard.description,
         accountant=config.accountant.name,
         accountant_settings=_settings(config.accountant),
@@ -90,7 +89,7 @@ def _minute(moment: datetime | None) -> str | None:
 
 def _spot_checks(run: PrivateRun) -> str:
     """Return how many steps passed a comparison, and the reasons why others were not compared."""
-    if not run.config.spot_checks:
+    if not run.config.checks.comparisons:
         return "opted out"
     if run.config.engine == "one_by_one":
         return "not needed: each record runs alone"

@@ -30,8 +30,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric
 
 from lightning_dp._checks import MisconfigurationError, check_training_step
-from lightning_dp._shards import is_sharded
-from lightning_dp._warnings import warn
+from lightning_dp._refusals import warn
+from lightning_dp._world import is_sharded
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import BatchPlan, Poisson

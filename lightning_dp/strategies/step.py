@@ -16,15 +16,12 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dp._checks import MisconfigurationError
-from lightning_dp._generators import RandomState
-from lightning_dp._module_state import apart, restored
-from lightning_dp._norms import normalises_over_the_batch
+from lightning_dp._fix import normalises_over_the_batch
 from lightning_dp._refusals import RefusedRun
-from lightning_dp._shards import as_shard, held_here, is_sharded
-from lightning_dp._training_step import loss_in
-from lightning_dp._world import World
+from lightning_dp._snapshot import RandomState, apart, restored
+from lightning_dp._world import World, as_shard, held_here, is_sharded
 from lightning_dp.accounting.events import VoidedRunError
-from lightning_dp.boundary import AbstractPerSampleGradients, Query
+from lightning_dp.boundary import Query
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients import (
@@ -35,8 +32,15 @@ from lightning_dp.gradients import (
     Replay,
     UnsupportedModelError,
 )
-from lightning_dp.gradients.base import OTHER_ROWS, UNANSWERED, Around, Forward
-from lightning_dp.gradients.batches import leaves
+from lightning_dp.gradients.base import (
+    OTHER_ROWS,
+    UNANSWERED,
+    AbstractPerSampleGradients,
+    Around,
+    Forward,
+)
+from lightning_dp.gradients.batches import leaves, loss_in
+from lightning_dp.gradients.passes import passes_of
 from lightning_dp.gradients.side_effects import SideEffects
 from lightning_dp.gradients.watched_model import WrapEngine
 from lightning_dp.mechanism import Mechanism
@@ -232,7 +236,7 @@ class PrivateStep:
             raise RefusedRun(_AGAIN, topic="batches-and-steps")
         if self._batch.faults:  # nothing of it will be released
             return
-        combined = query is not None and len(query.passes) > 1
+        combined = query is not None and len(passes_of(query)) > 1
         try:
             self._watched.backward(loss, keep_graph=keep_graph, combined=combined)
         except UnsupportedModelError as reason:
@@ -486,7 +490,7 @@ class FitEngine:
             quietly=self._quietly,
             again=self.unchanged,
             wrap=wrap,
-            loss_graph_check=config.loss_graph_check,
+            loss_graph_check=config.checks.loss_graph,
         )
         self.watched = self.passes.watched
 
