@@ -25,11 +25,17 @@ from lightning_dp.boundary import Query
 from lightning_dp.gradients import ALONE, UnsupportedModelError
 from lightning_dp.gradients.base import without_alone
 from lightning_dp.gradients.batches import DEFAULT_LAYOUT, loss_in
-from lightning_dp.isolation.check import BY_CONSTRUCTION, Check, Outcome, Settings, stand_by
+from lightning_dp.isolation.check import (
+    BY_CONSTRUCTION,
+    Check,
+    Outcome,
+    Schedule,
+    Settings,
+    stand_by,
+)
 from lightning_dp.isolation.comparison import own_copies
 from lightning_dp.isolation.dry_run import DryRun, find_layout
 from lightning_dp.isolation.replay import Pipeline, Runner
-from lightning_dp.isolation.schedule import Schedule
 from lightning_dp.isolation.state import Marks, TwinState
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import FullBatch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dp.isolation.schedule import Schedule
+from lightning_dp.isolation.check import Schedule
 
 
 def steps(name, count=2000, epoch=200):
