@@ -284,12 +284,13 @@ class Check:
     def _compare(self, found: _Found, a: Run, b: Run, kept: list[int]) -> None:
         """Compare the gradients of the same samples in two runs, and what the module keeps."""
         is_same_draw = a.drawn is not None and b.drawn is not None and a.drawn.is_same(b.drawn)
-        isolates, failed = (
-            self._runner.passes.watched.engine.isolates,
-            a.hook_failed or b.hook_failed,
-        )
+        isolates = self._runner.passes.watched.engine.isolates
         # What runs alone and is given the same gives the same, whatever is drawn for it.
-        is_settled = isolates and a.has_drawn and _are_given_the_same(a, b, kept)
+        is_settled = (
+            (isolates and a.has_drawn and a.given is not None and b.given is not None)
+            and not a.given.differences(b.given)
+            and are_given_the_same(a.batch, b.batch, a.size, kept)
+        )
         has_gradients = not is_settled and (a.gradients or b.gradients)
         if not is_same_draw and (a.gradients or b.gradients):
             if has_gradients:
@@ -300,7 +301,7 @@ class Check:
         if a.has_drawn and has_gradients and (isolates or not have_same_shapes(a.batch, b.batch)):
             found.why_not = "records are padded to other lengths, and meet other random numbers"
             return
-        found.why_not = failed
+        found.why_not = a.hook_failed or b.hook_failed
         if self._settings.gradients and not is_settled:
             found.exchanged = self._distance(a, b, len(kept))
         found.public = _steps_differ(a, b)
@@ -414,13 +415,6 @@ def stand_by(anyone: Callable[[bool], bool], attempts: int = _ATTEMPTS) -> None:
     for _ in range(attempts):
         if not anyone(False):
             break
-
-
-def _are_given_the_same(a: Run, b: Run, kept: list[int]) -> bool:
-    """Return True if the kept samples, and the module as the batch leaves it, are the same."""
-    if a.given is None or b.given is None or a.given.differences(b.given):
-        return False
-    return are_given_the_same(a.batch, b.batch, a.size, kept)
 
 
 def _steps_differ(a: Run, b: Run) -> bool:

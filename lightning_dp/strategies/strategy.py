@@ -38,10 +38,12 @@ from lightning_dp.strategies import PrivacyCallback
 from lightning_dp.strategies.alone import RecordsAlone
 from lightning_dp.strategies.checks import (
     Monitors,
+    Optimizers,
     check_estimator,
     check_sharding,
     check_trainer,
     check_trainer_and_strategy,
+    find_optimizers,
     is_model_parallel,
     weak_settings,
 )
@@ -55,7 +57,6 @@ from lightning_dp.strategies.data import (
 )
 from lightning_dp.strategies.earlier_training import EarlierTraining
 from lightning_dp.strategies.isolation import IsolationWatch
-from lightning_dp.strategies.optimizers import Optimizers, find_optimizers
 from lightning_dp.strategies.step import Agreement, FitEngine, Place, PrivateStep, end_training
 from lightning_dp.strategies.update_guard import (
     GradientGuard,
