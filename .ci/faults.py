@@ -97,6 +97,8 @@ FAULTS = (
     Fault("settings_not_in_snapshots", "in enumerate(optimizer.param_groups", "[:0]", "_snapshot"),
     Fault("forked_processes_write", "if os.getpid() != self._process", "and False", "journal"),
     Fault("forked_processes_release", "if os.getpid() != self._process", "and False", "step"),
+    Fault("orderly_ends_replanned", "any(plan.is_ended for plan in plans)", "and False"),
+    Fault("older_checkpoints_replanned", "plans[0].saved <= latest", "* 0"),
     Fault("early_steps_left_out", "if step in _EARLY", "and 0"),
     Fault(
         "two_steps_without_hooks",
