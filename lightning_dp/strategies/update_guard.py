@@ -24,10 +24,10 @@ from lightning_dp._world import held_here
 
 __all__ = [
     "GradientGuard",
-    "Marks",
     "SameParameters",
     "StepGuard",
     "UnwrittenWeights",
+    "WriteCounts",
     "evaluated_once",
     "trained_by",
     "watched",
@@ -75,7 +75,7 @@ _CLIPS = ("clip_gradients", "clip_grad_by_norm", "clip_grad_by_value", "main_par
 _IS_TRAINED = attrgetter("requires_grad")
 
 
-class Marks:
+class WriteCounts:
     """The memory of some tensors, and how often each was written to, as autograd counts it.
 
     What is written through ``.data`` or an array of NumPy is not counted.
@@ -85,10 +85,10 @@ class Marks:
 
     Example:
         >>> weight, bias = torch.ones(2), torch.ones(1)
-        >>> marks = Marks([weight, bias])
+        >>> counts = WriteCounts([weight, bias])
         >>> bias.add_(1).item()
         2.0
-        >>> marks.written()
+        >>> counts.written()
         [1]
     """
 
@@ -203,12 +203,12 @@ class UnwrittenWeights:
             for name, param in module.named_parameters()
             if id(param) not in others and _is_plain(param)
         }
-        self._before: Marks | None = None
+        self._before: WriteCounts | None = None
         self._is_first = True
 
     def enter_forward(self) -> None:
         """Look at the parameters as ``training_step`` begins."""
-        self._before = Marks(list(self._params.values()))
+        self._before = WriteCounts(list(self._params.values()))
 
     def leave_forward(self) -> str | None:
         """Return why the step may not be released: at the end of ``training_step``, or in backward.
@@ -362,7 +362,7 @@ class GradientGuard:
         self._is_declared = is_declared
         self._waits = False  # a release for its step
         self._released: list[Tensor | None] = []
-        self._marks = Marks([])  # of what was released
+        self._marks = WriteCounts([])  # of what was released
         self._is_edited = False  # before it was clipped
         self._asked: dict[Clipping, Callable[[], None]] = {}  # before the release
         self._clipped: list[Clipping] = []  # since the release
@@ -394,7 +394,7 @@ class GradientGuard:
 
     def _look(self) -> None:
         self._released = self._gradients()
-        self._marks = Marks([each for each in self._released if each is not None])
+        self._marks = WriteCounts([each for each in self._released if each is not None])
 
     def _differ(self) -> bool:
         is_same = _are_the_same(self._gradients(), self._released)
