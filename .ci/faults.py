@@ -181,9 +181,9 @@ def planted(fault: Fault, scratch: Path, tests: list[str]) -> str:
     """The first test that fails, or "" if none does."""
     root = scratch / fault.name
     keep = shutil.ignore_patterns(
-        ".git", "__pycache__", "venv", "*.egg-info", "build", ".mypy_cache"
+        ".git", "__pycache__", "venv", ".venv", "*.egg-info", "build", ".mypy_cache"
     )
-    shutil.copytree(ROOT, root, ignore=keep, symlinks=True)
+    shutil.copytree(ROOT, root, symlinks=True, ignore=keep)
     path = package_file(root, fault)
     text = path.read_text(encoding="utf-8")
     text = text.replace(fault.text, f"{fault.text} {fault.added}")
