@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from typing_extensions import Self
 
+
 __all__ = ["READERS", "Page", "PrivacyReport", "Reader", "Total", "charged", "plain", "render"]
 
 Reader: TypeAlias = Literal["people", "engineers"]

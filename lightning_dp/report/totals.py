@@ -1,18 +1,88 @@
-"""The cost of a run and the other journals of its folder together: for its first and its last line."""
+"""The cost of several ledgers together: of a folder's documents, and of a run and its neighbours."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_dp._refusals import text_of
-from lightning_dp.accounting.base import epsilon_text
-from lightning_dp.accounting.journal import Charges, JournalContent, JournalError
+from lightning_dp.accounting.base import Relation, epsilon_text
+from lightning_dp.accounting.journal import Charges, JournalContent, JournalError, federations_in
 from lightning_dp.accounting.ledger import Neighbours, neighbours, union
 from lightning_dp.accounting.pld import PLDAccountant
-from lightning_dp.report.files import has_guarantee
+from lightning_dp.report.content import Total
+from lightning_dp.report.files import CheckedDocument
 from lightning_dp.run import PrivateRun
 
-__all__ = ["at_end", "at_start", "with_whole_plan"]
+__all__ = ["at_end", "at_start", "total", "with_whole_plan"]
+
+
+def total(
+    checked: Sequence[CheckedDocument],
+    journals: Sequence[tuple[str, Charges]],
+    delta: float | None,
+    relation: Relation,
+) -> Total | None:
+    r"""Compose what all ledgers were charged; each run counts once.
+
+    A ledger whose noise was chosen at run time has the ε_i of its whole budget at δ_i. It is
+    added to the others' by basic composition: :math:`\epsilon + \sum_i \epsilon_i` at
+    :math:`\delta + \sum_i \delta_i`.
+
+    Journals of federated clients are left out: each is about another client's records.
+
+    Args:
+        checked: the documents, with the charges of their journals.
+        journals: ledger id and charges of those without a document.
+        delta: δ; by default the documents' smallest one.
+        relation: for journals by themselves.
+
+    Returns:
+        None if there are fewer than two ledgers, or no δ is known.
+    """
+    ledgers: dict[str, Charges] = {}
+    budgets: dict[str, tuple[float, float]] = {}
+    for each in checked:
+        ledgers.setdefault(each.document.ledger_id, Charges()).merge(each.charges)
+        report = each.document.report
+        if report is not None and report.claims_budget:
+            budgets[report.ledger_id] = (each.epsilon, report.delta)
+    for ledger_id, runs in journals:
+        if runs and not federations_in(runs):
+            ledgers.setdefault(ledger_id, Charges()).merge(runs)
+    deltas = [each.document.delta for each in checked] if delta is None else [delta]
+    if len(ledgers) < 2 or not deltas:
+        return None
+    relations = {relation, *(each.document.relation for each in checked)}
+    under: Relation = "replace_one" if "replace_one" in relations else "add_remove"
+    seeded = {each.document.ledger_id for each in checked if each.document.seeded}
+    apart = seeded | {name for name, runs in ledgers.items() if not has_guarantee(runs)}
+    fixed = Charges()
+    for name in ledgers.keys() - budgets.keys() - apart:
+        fixed.merge(ledgers[name])  # of a run in two ledgers, the longer record
+    epsilon = PLDAccountant().epsilon(fixed.history(), min(deltas), under) + sum(
+        budget for name, (budget, _) in budgets.items() if name not in apart
+    )
+    return Total(
+        ledgers=len(ledgers),
+        steps=sum(runs.steps for runs in ledgers.values()),
+        epsilon=math.inf if apart else epsilon,
+        delta=min(deltas) + sum(its_own for _, its_own in budgets.values()),
+        relation=under,
+        seeded=tuple(sorted(seeded)),
+        apart=tuple(sorted(apart)),
+        epsilon_of_others=epsilon if apart else None,
+    )
+
+
+def has_guarantee(charges: Charges) -> bool:
+    """Return False if one of the charges promises nothing: it had no noise, or was voided."""
+    has_noise = (event.pair[0] > 0 for event, _ in charges.history() if event.is_gaussian)
+    return charges.voided is None and all(has_noise)
+
+
+# -- a run and the other journals of its folder: for its first and its last line -----------------
 
 
 def at_start(found: Neighbours, folder: Path | None, run: PrivateRun) -> str:
