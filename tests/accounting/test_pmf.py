@@ -221,8 +221,8 @@ def test_the_worse_direction_of_a_curve_counts(monkeypatch, worse):
     monkeypatch.setattr(
         CurveSearch,
         "_group",
-        lambda self, run, direction, least: np.full(
-            run.size, 0.2 if direction.backward == worse else 0.1
+        lambda self, run, search, least: np.full(
+            run.size, 0.2 if search.backward == worse else 0.1
         ),
     )
     assert list(epsilon_curve(PoissonGaussian(0.1, 0.5), [1, 2], 1e-5)) == [0.2, 0.2]
