@@ -256,7 +256,8 @@ def affordable_steps(
         if isinstance(plan, AbstractEvent):
             return judge.epsilon([*spent, (plan, n)], delta, relation)
         if n > known.shape[1]:
-            known = np.append(known, pairs_of(plan, known.shape[1], n), axis=1)
+            more = np.stack(pairs_of(plan, known.shape[1], n))
+            known = np.append(known, more, axis=1)
         steps = merge_arrays(known[0, :n], known[1, :n])
         return judge.epsilon(before.followed_by(steps), delta, relation)
 

@@ -226,12 +226,10 @@ class PrivacyReport:
                 f"The privacy report has unknown fields: {unknown}. A later version may have them.",
                 topic="other-version",
             )
-        needed = [
-            name
-            for name, each in known.items()
-            if each.default is MISSING and each.default_factory is MISSING
-        ]
-        if missing := [name for name in needed if name not in values]:
+        absent = [each for name, each in known.items() if name not in values]
+        if missing := [
+            each.name for each in absent if each.default is each.default_factory is MISSING
+        ]:
             raise ValueError(f"The privacy report lacks fields: {missing}.")
         types = get_type_hints(cls)
         return cls(**{name: _read(types[name], name, value) for name, value in values.items()})

@@ -88,12 +88,13 @@ def has_guarantee(charges: Charges) -> bool:
 def at_start(found: Neighbours, folder: Path | None, run: PrivateRun) -> str:
     """Return the line about other journals in the folder, before the first step."""
     lines = [f"privacy: {_many(found)} in {folder}."]
-    if counted := _counted(found, run):
+    counted, left_out = _divided(found, folder, run)
+    if counted:
         try:
             lines.append(f"If of the same records: {with_whole_plan(union(counted), run)}")
         except JournalError as error:
             lines.append(f"They cannot be added up: {text_of(error)}")
-    return " ".join([*lines, *_left_out(found, folder, run)])
+    return " ".join([*lines, *left_out])
 
 
 def with_whole_plan(others: Charges, run: PrivateRun) -> str:
@@ -120,13 +121,14 @@ def at_end(run: PrivateRun) -> str | None:
     if not found.count:
         return None
     lines = [f"privacy: {_many(found)} in {path.parent}."]
-    if counted := _counted(found, run):
+    counted, left_out = _divided(found, path.parent, run)
+    if counted:
         lines = [f"privacy: with {_many(found)} in {path.parent}"]
         try:
             lines.append(f"(if of the same records): {_total(_not_of(run, union(counted)), run)}")
         except (JournalError, ValueError) as error:
             lines.append(f"the sum is unknown: {text_of(error)}")
-    return " ".join([*lines, *_left_out(found, path.parent, run)])
+    return " ".join([*lines, *left_out])
 
 
 def _total(others: Charges, run: PrivateRun) -> str:
@@ -154,11 +156,29 @@ def _many(found: Neighbours) -> str:
     return "another journal" if found.count == 1 else f"{found.count} other journals"
 
 
-def _counted(found: Neighbours, run: PrivateRun) -> list[JournalContent]:
-    """Return the journals of the sum: with noise, and not of other data."""
-    return [
-        each for each in found.written if has_guarantee(each.runs) and _may_share_records(each, run)
-    ]
+def _divided(
+    found: Neighbours, folder: Path | None, run: PrivateRun
+) -> tuple[list[JournalContent], list[str]]:
+    """Return the journals of the sum, and sentences about the others."""
+    same = [each for each in found.written if _may_share_records(each, run)]
+    counted = [each for each in same if has_guarantee(each.runs)]
+    lines = []
+    if others := len(found.written) - len(same):
+        lines.append(
+            f"Not in the sum: {others} of other data (another name, or number of records)."
+        )
+    if without := len(same) - len(counted):
+        lines.append(
+            f"Not in the sum: {without} without noise, which must stay secret: ε would be inf."
+        )
+    if found.unread:
+        lines.append(
+            f"{found.unread} of them are too long to be added up now; python -m "
+            f"lightning_dp.report {folder} --delta {run.config.target_delta:g} does it."
+        )
+    if found.damaged:
+        lines.append(f"Damaged: {', '.join(path.name for path in found.damaged[:5])}.")
+    return counted, lines
 
 
 def _may_share_records(journal: JournalContent, run: PrivateRun) -> bool:
@@ -171,29 +191,6 @@ def _may_share_records(journal: JournalContent, run: PrivateRun) -> bool:
         number == own_number if name is None or own_name is None else name == own_name
         for number, name in journal.data
     )
-
-
-def _left_out(found: Neighbours, folder: Path | None, run: PrivateRun) -> list[str]:
-    """Return sentences about the journals that are not in the sum."""
-    lines = []
-    others = [each for each in found.written if not _may_share_records(each, run)]
-    if others:
-        lines.append(
-            f"Not in the sum: {len(others)} of other data (another name, or number of records)."
-        )
-    without = sum(not has_guarantee(each.runs) for each in found.written if each not in others)
-    if without:
-        lines.append(
-            f"Not in the sum: {without} without noise, which must stay secret: ε would be inf."
-        )
-    if found.unread:
-        lines.append(
-            f"{found.unread} of them are too long to be added up now; python -m "
-            f"lightning_dp.report {folder} --delta {run.config.target_delta:g} does it."
-        )
-    if found.damaged:
-        lines.append(f"Damaged: {', '.join(path.name for path in found.damaged[:5])}.")
-    return lines
 
 
 def _at(run: PrivateRun) -> str:
