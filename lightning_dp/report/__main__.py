@@ -28,7 +28,7 @@ from lightning_dp.report.files import (
     write_text,
 )
 from lightning_dp.report.totals import total
-from lightning_dp.search.joint import STATE, search_text
+from lightning_dp.search import STATE, search_text
 
 __all__ = ["main", "pages"]
 
