@@ -71,7 +71,7 @@ FAULTS = (
     Fault(
         "half_the_rate_charged", "sampled_gaussian(noise_multiplier, sample_rate", "/ 2", "schemes"
     ),
-    Fault("clip_after_the_sum", "held = norms", "* 0 + norms.mean()"),
+    Fault("clip_after_the_sum", "finite_norms = norms", "* 0 + norms.mean()"),
     Fault("noise_on_other_ranks_only", "if noise_std > 0 and not has_begun", "and world.rank"),
     Fault("non_finite_records_count", "factors.nan_to_num_(nan=0.0", "+ 1.0"),
     Fault("noise_drawn_ahead_serves_twice", "self._unused -= size", "* 0"),
@@ -94,11 +94,11 @@ FAULTS = (
     Fault("own_generators_not_seen", 'return any(each.kind == "random"', "and False"),
     Fault("versions_not_read", "-1 if tensor.is_inference() else tensor._version", "* 0"),
     Fault("frozen_weights_not_restored", "() if parameters else _frozen(module)", "[:0]"),
-    Fault(
-        "settings_not_in_snapshots", "in enumerate(optimizer.param_groups", "[:0]", "_module_state"
-    ),
+    Fault("settings_not_in_snapshots", "in enumerate(optimizer.param_groups", "[:0]", "_snapshot"),
     Fault("forked_processes_write", "if os.getpid() != self._process", "and False", "journal"),
     Fault("forked_processes_release", "if os.getpid() != self._process", "and False", "step"),
+    Fault("orderly_ends_replanned", "any(plan.is_ended for plan in plans)", "and False"),
+    Fault("older_checkpoints_replanned", "plans[0].saved <= latest", "* 0"),
     Fault("early_steps_left_out", "if step in _EARLY", "and 0"),
     Fault(
         "two_steps_without_hooks",
@@ -106,7 +106,7 @@ FAULTS = (
         "if 0 else None",
     ),
     Fault("passes_leave_traces", "part.fill(part.content)", "if 0 else None"),
-    Fault("gradients_of_passes_stay", "param.grad = gradient", "or param.grad", "_module_state"),
+    Fault("gradients_of_passes_stay", "param.grad = gradient", "or param.grad", "_snapshot"),
     Fault("twins_not_in_place", "_moved(now.value_at(path), twin, scale))", " if 0 else None"),
     Fault("thresholds_seem_public", "for scale in (1.0, _FAR, -_FAR)", "[:1]"),
     Fault("marks_of_nothing", "if self._marks == earlier._marks", "or True"),
@@ -181,16 +181,14 @@ def planted(fault: Fault, scratch: Path, tests: list[str]) -> str:
     """The first test that fails, or "" if none does."""
     root = scratch / fault.name
     keep = shutil.ignore_patterns(
-        ".git", "__pycache__", "venv", "*.egg-info", "build", ".mypy_cache"
+        ".git", "__pycache__", "venv", ".venv", "*.egg-info", "build", ".mypy_cache"
     )
-    shutil.copytree(ROOT, root, ignore=keep)
+    shutil.copytree(ROOT, root, symlinks=True, ignore=keep)
     path = package_file(root, fault)
     text = path.read_text(encoding="utf-8")
     text = text.replace(fault.text, f"{fault.text} {fault.added}")
     compile(text, str(path), "exec")  # what is no Python would be seen by any test
     path.write_text(text, encoding="utf-8")
-    # An editable install finds what is not in the copy: so the copy has all of it.
-    (root / "lightning_dp" / "callbacks").symlink_to(root / "callbacks")
     environment = {**os.environ, "PYTHONPATH": str(root)}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(

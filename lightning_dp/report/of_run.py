@@ -28,6 +28,10 @@ _NOT_COVERED = (
     "rounding in the computer (floating point) and the time it takes: the promise is about the ideal "
     "mathematics",
 )
+_REPLANNED = (
+    "the moment of a crash: the noise of the steps after it was planned anew, as if neither records nor "
+    "releases had led to it (a lack of memory may follow them)"
+)
 
 _ROUND = (
     "{} on the batch of each step, charged together before the first as one Gaussian on one sample"
@@ -51,8 +55,8 @@ def report(run: PrivateRun) -> PrivacyReport:
         seeded=run.is_seeded,
         isolation=run.isolation,
         spot_checks=_spot_checks(run),
-        gradient_edits=config.gradient_edits,
-        public_state=tuple(config.public_state),
+        gradient_edits=config.checks.gradient_edits,
+        public_state=tuple(config.checks.public_state),
         guard=FixedGuard.description if run.mechanism is None else run.mechanism.guard.description,
         accountant=config.accountant.name,
         accountant_settings=_settings(config.accountant),
@@ -67,7 +71,7 @@ def report(run: PrivateRun) -> PrivacyReport:
         started=run.started or _minute(run.ledger.began),
         ended=_minute(run.ledger.latest),
         stop_reason=run.stop_reason,
-        not_covered=(*_NOT_COVERED, *run.not_covered),
+        not_covered=(*_NOT_COVERED, *run.not_covered, *[_REPLANNED] * run.ledger.is_replanned),
         versions=dict(_versions()),
         ledger_id=run.ledger.id,
         journal=None if journal is None else str(journal),
@@ -82,7 +86,7 @@ def _minute(moment: datetime | None) -> str | None:
 
 def _spot_checks(run: PrivateRun) -> str:
     """Return how many steps passed a comparison, and the reasons why others were not compared."""
-    if not run.config.spot_checks:
+    if not run.config.checks.comparisons:
         return "opted out"
     if run.config.engine == "one_by_one":
         return "not needed: each record runs alone"

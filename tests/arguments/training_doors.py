@@ -44,9 +44,10 @@ from lightning_dp.audit import check_isolation
 from lightning_dp.audit.bounds import one_run_p_value
 from lightning_dp.boundary import Query
 from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.config import Checks
 from lightning_dp.estimators import Storm, Traits
 from lightning_dp.federated import InverseRootSteps
-from lightning_dp.functional import clip_factors, laplacian_smoothing
+from lightning_dp.functional import clip_factors, laplacian_smoothing, random_k, shared_mask
 from lightning_dp.metrics import PrivacyBudget
 from lightning_dp.plan import TrainingPlan, learning_rate, plan_training, suggest
 from lightning_dp.plotting import plot_schedule
@@ -60,7 +61,6 @@ from lightning_dp.schedules import (
     StepDecay,
 )
 from lightning_dp.search import Search
-from lightning_dp.sparsify import random_k, shared_mask
 
 STEPS = [(Gaussian(3.0), 10)]
 
@@ -91,9 +91,6 @@ CONFIGURATION = {
     "max_grad_norm": 1.0,
     "noise_multiplier": 1.0,
     "seed": 3,
-    "isolation_probe": True,
-    "loss_graph_check": True,
-    "spot_checks": True,
     "advice": True,
     "count_clipped": False,
 }
@@ -196,6 +193,7 @@ TRAINING = [
     ),
     door(shared_mask, seed=1, round_=0, size=10, keep=3),
     door(random_k, keep=3, seed=1, round_=0, u=torch.ones(10)),
+    door(Checks, dry_run=True, loss_graph=True, comparisons=True),
     door(
         check_isolation,
         loss_graph_check=True,

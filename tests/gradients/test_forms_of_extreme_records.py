@@ -11,9 +11,10 @@ import torch
 from opacus.layers import DPLSTM, DPMultiheadAttention
 from torch import Tensor, nn
 
-from lightning_dp.boundary import AbstractPerSampleGradients, bounded_sum
+from lightning_dp.boundary import bounded_sum
 from lightning_dp.functional import clip_factors, factor_norms, squared_row_norms
 from lightning_dp.gradients import AbstractGradientEngine, parameter_sum
+from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.bilinear import (
     AbstractForm,
     Convolution,
@@ -23,8 +24,11 @@ from lightning_dp.gradients.bilinear import (
     Scale,
     Use,
 )
-from lightning_dp.gradients.materialised import MaterialisedGradients
-from lightning_dp.gradients.parameter_sum import BookkeptGradients, ParameterGradients
+from lightning_dp.gradients.parameter_sum import (
+    BookkeptGradients,
+    MaterialisedGradients,
+    ParameterGradients,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
