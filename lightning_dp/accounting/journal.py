@@ -249,9 +249,9 @@ class PlannedRun:
     Args:
         target_epsilon: what the noise was calibrated for.
         last_step: the step of the plan at which it ends.
-        is_replanned: the noise was calibrated anew, after a crash.
+        is_replanned: the noise was calibrated again after a crash.
         saved: the charges that its latest checkpoint knows.
-        is_ended: it ended in order. Without this, it crashed, or is under way.
+        is_ended: it ended in order. Without this, it crashed, or still runs.
     """
 
     target_epsilon: float
