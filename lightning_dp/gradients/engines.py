@@ -119,11 +119,6 @@ class EngineChoice:
         return not self._rung.runs_whole_batch
 
     @property
-    def is_last(self) -> bool:
-        """True if records run one after the other, which everything else is below."""
-        return self._rung is _ONE_BY_ONE
-
-    @property
     def _rung(self) -> Rung:
         return self._rungs[len(self._reasons)]
 
@@ -166,12 +161,6 @@ class EngineChoice:
             return False
         self._reasons = (*self._reasons, reason.plain())
         return True
-
-    def here(self) -> EngineChoice:
-        """Return a choice of the engine in use alone."""
-        alone = copy.copy(self)
-        alone._rungs, alone._reasons = (self._rung,), ()
-        return alone
 
     def whole_batch(self) -> EngineChoice:
         """Return a choice among the engines from here on that run the whole batch at once.

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_dp.boundary import BoundedSum, Query, Term
 from lightning_dp.functional import flatten, unflatten
-from lightning_dp.gradients import EngineChoice, RecordPasses, Replay, UnsupportedModelError
+from lightning_dp.gradients import RecordPasses, Replay, UnsupportedModelError
 from lightning_dp.gradients.passes import at_point
 from tests.gradients.models import EXAMPLES, Batch, Example
 
@@ -112,10 +112,17 @@ def clipped(found: Tensor, clip_norm: float) -> Tensor:
 # -- the engines ------------------------------------------------------------------------------
 
 
+def only(engine: str) -> EngineChoice:
+    """That engine, and no other of its ladder."""
+    choice = EngineChoice(engine)
+    choice.stay(())
+    return choice
+
+
 @contextmanager
 def alone(engine: str, module: nn.Module) -> Iterator[RecordPasses]:
     """Passes under that engine, and no other of its ladder."""
-    with RecordPasses(module, trained(module), EngineChoice(engine).here()) as passes:
+    with RecordPasses(module, trained(module), only(engine)) as passes:
         yield passes
 
 
