@@ -95,12 +95,14 @@ class Replay:
         batch: what the records are in.
         size: how many records it has.
         randomness: as its first run found it; None if that run is still to come.
+        see: is called with what ``training_step`` returns for the whole batch.
     """
 
     forward: Forward | None
     batch: Any
     size: int
     randomness: RandomState | None = None
+    see: Callable[[Any], object] = id
 
     def again(self) -> AbstractContextManager[None]:
         """Return a context in which the records draw what they drew in their first run."""
@@ -291,7 +293,9 @@ class RecordPasses:
                 if each.direction is not None:
                     weights = each.gradient, each.product
                     return self.watched.along(*run, each.direction, weights, around)
-                loss = loss_in(self.watched.run(*run, around))
+                output = self.watched.run(*run, around)
+                chunk.see(output)
+                loss = loss_in(output)
                 if not is_differentiable(loss):
                     return None
                 self.watched.check_loss(loss, chunk.size)

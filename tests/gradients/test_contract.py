@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_dp.boundary import BoundedSum, Query, Term
 from lightning_dp.functional import flatten, unflatten
-from lightning_dp.gradients import RecordPasses, Replay, UnsupportedModelError
+from lightning_dp.gradients import EngineChoice, RecordPasses, Replay, UnsupportedModelError
 from lightning_dp.gradients.passes import at_point
 from tests.gradients.models import EXAMPLES, Batch, Example
 
