@@ -132,11 +132,7 @@ class EngineChoice:
         return f"{self._rung.name}, since {above.name} does not cover this model: {why}"
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> AbstractGradientEngine:
-        """Return the first engine from here on that can handle the model, watching it.
-
-        Raises:
-            UnsupportedModelError: if there is none.
-        """
+        """Return the first engine from here on that can handle the model, watching it, or refuse it."""
         refuse_special(module, params)
         refuse_other_shards(module, params)
         while True:
@@ -163,11 +159,7 @@ class EngineChoice:
         return True
 
     def whole_batch(self) -> EngineChoice:
-        """Return a choice among the engines from here on that run the whole batch at once.
-
-        Raises:
-            UnsupportedModelError: if there is none.
-        """
+        """Return a choice among the engines from here on that run the whole batch, or refuse it."""
         able = [rung for rung in self._from_here if rung.runs_whole_batch]
         if not able:
             raise UnsupportedModelError(_WHOLE.format(self._rung.name), topic="engines")

@@ -43,11 +43,7 @@ _KEEP_BYTES = 64 << 20
 
 
 class Allowance:
-    """Memory that the gradients of all records may take, beyond what they are made from, in one pass.
-
-    Args:
-        left: in bytes.
-    """
+    """Bytes that gradients of all records may take, beyond what they are made from, in one pass."""
 
     def __init__(self, left: int | None = None) -> None:
         self.left = _KEEP_BYTES if left is None else left
@@ -117,10 +113,8 @@ class ParameterGradients:
     def add(self, use: Use, *, combined: bool) -> None:
         """Count in one more use.
 
-        Args:
-            combined: the gradients will be combined with others at a point nearby. Else those of
-                all records may stand for what they are made from, where they are smaller, or save
-                time; differences between two points would lose digits.
+        Unless ``combined`` with others at a point nearby, where differences would lose digits, the
+        gradients of all records may stand for what they are made from, if smaller or quicker.
         """
         if not (combined or isinstance(use.form, Rows)) and self._is_made_at_once(use):
             use = self._made(use)
@@ -256,21 +250,17 @@ class ParameterGradients:
         others: Sequence[tuple[float, ParameterGradients]],
         allowance: Allowance | None = None,
     ) -> ParameterGradients:
-        """Return per record ``weight * g + Σ weight_k * g_k``; the others at other points.
-
-        Args:
-            weight: of these.
-            others: with their weights.
-            allowance: of the result.
-        """
+        """Return per record ``weight * g + Σ weight_k * g_k``; the others at other points."""
         uses = [_times(use, weight) for use in _joined(self.uses) if weight]
         for other_weight, other in others:
             new = [_times(use, other_weight) for use in _joined(other.uses)]
-            if len(new) == len(uses):
-                pairs = zip(uses, new, strict=True)
-                uses = [part for pair in pairs for part in _both(*pair)]
-            else:
+            if len(new) != len(uses):
                 uses += new
+                continue
+            pairs, uses = zip(uses, new, strict=True), []
+            for a, b in pairs:
+                are_alike = a.form == b.form and a.v.shape == b.v.shape and a.u.shape == b.u.shape
+                uses += a.form.both(a, b) if are_alike else [a, b]
         return ParameterGradients(uses, self._shape, self._memory, allowance)
 
 
@@ -294,14 +284,6 @@ def _times(use: Use, weight: float) -> Use:
     return use if weight == 1 else replace(use, u=use.u * weight)
 
 
-def _both(here: Use, there: Use) -> list[Use]:
-    """Return the sum of two uses, at different points."""
-    alike = here.form == there.form and here.v.shape == there.v.shape
-    if not alike or here.u.shape != there.u.shape:
-        return [here, there]
-    return here.form.both(here, there)
-
-
 class BookkeptGradients(AbstractPerSampleGradients):
     """Gradients per record that are never made: for each parameter, what its layers saw and got back.
 
@@ -312,10 +294,7 @@ class BookkeptGradients(AbstractPerSampleGradients):
     """
 
     def __init__(
-        self,
-        params: Sequence[Tensor],
-        gradients: Sequence[ParameterGradients | None],
-        scale: float,
+        self, params: Sequence[Tensor], gradients: Sequence[ParameterGradients | None], scale: float
     ) -> None:
         self._params, self._gradients = params, gradients
         self._used = [gradient for gradient in gradients if gradient is not None]
@@ -329,11 +308,7 @@ class BookkeptGradients(AbstractPerSampleGradients):
         return self._count
 
     def of(self, records: Tensor) -> BookkeptGradients:
-        """Return the same for some of the records, in their order; nothing is computed.
-
-        Args:
-            records: which ones.
-        """
+        """Return the same for some of the records, in their order; nothing is computed."""
         parts = [None if each is None else each.of(records) for each in self._gradients]
         # The mean is still over all of them.
         scale = self._scale * self._count / max(1, len(records))

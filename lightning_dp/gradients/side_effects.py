@@ -88,9 +88,6 @@ class SideEffects:
     call with the rows of all samples, in the order of the batch; what their ``forward`` and
     ``compute`` return can only be logged. Every group begins with the state of the module before the
     step, so that counters count steps.
-
-    Args:
-        module: the user's model.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -108,10 +105,8 @@ class SideEffects:
     def of_step(self, *, are_done: bool = True) -> Iterator[Around]:
         """Yield what is entered around each group; afterwards do once what the samples did.
 
-        After an exception the module is as it was before.
-
-        Args:
-            are_done: False for a further pass over the same batch: it leaves no trace.
+        After an exception the module is as it was before, and after a further pass over the same batch,
+        which is not ``are_done``.
         """
         self._forget()
         self._before = self._latest = Snapshot.of(self._module, earlier=self._latest)
