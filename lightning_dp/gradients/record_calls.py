@@ -397,7 +397,7 @@ class CallRecorder(TorchFunctionMode):
         with outside():
             alias = {id(x): self._cut_off(x, is_leaf=is_first) for x in parts}
         args, kwargs = _map(lambda x: alias.get(id(x), x), (args, kwargs))
-        if name in _OF_THE_WHOLE_CALL and given is args[0]:
+        if name in _OF_THE_WHOLE_CALL and args and given is args[0]:
             with outside():
                 flat = v.reshape(-1, v.shape[-1]) if name == "linear" else v
                 raw = func(flat, *args[1:], **kwargs)
