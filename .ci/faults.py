@@ -128,7 +128,7 @@ FAULTS = (
     Fault("kept_tensors_pass", "any(each() is not None for each in self._seen", "if False"),
     Fault("mean_over_twice_the_targets", "counts = counts.view(recorder.n, -1).sum(1)", "* 2"),
     Fault("twice_the_scale_of_attention", "query, key, value = batch(query)", "* 2"),
-    Fault("taps_on_views", "if raw._is_view()", "and False"),
+    Fault("taps_on_views", "if out._is_view()", "and False"),
     Fault("a_size_taken_for_records", "_length(of_three)) == (2, 3)", "or True"),
     Fault(
         "edited_gradients_pass", "return not is_same or bool(self._marks.written())", "and False"
