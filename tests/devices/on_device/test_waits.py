@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from device import DEVICE
-from test_fits import CASES as FITS
+from models import CASES as FITS
 
 from lightning_dp import Diff2
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from device import DEVICE, IS_PRETENDED, without_float64
-from test_fits import CASES, UNCHECKED
+from models import CASES, UNCHECKED
 from torch import Tensor, nn
 
 from lightning_dp import Checks
