@@ -66,7 +66,8 @@ class PrivacyReportFiles(PrivacyCallback):
         if run.voided is not None:
             return None  # the error is printed; nothing is written after it
 
-        from lightning_dp.report.of_run import at_end, report
+        from lightning_dp.report.of_run import report
+        from lightning_dp.report.totals import at_end
 
         content = report(run)
         written, failure = self._write(content, is_over=True)
