@@ -150,6 +150,26 @@ def test_an_error_between_the_queries_of_a_step_costs_no_second_charge(tmp_path,
         server(plan, noise="server")
 
 
+def test_who_missed_the_first_query_of_a_step_is_not_asked_the_others(tmp_path):
+    """It could not answer them on the batch of the first; it is asked again in the next step."""
+    plan, asked = plan_of(Three(), 0.3), set()
+    given = {"rounds": 2, "num_clients": 3, "num_records": 3 * RECORDS}
+    machine, clients = server(plan, **given), [client(tmp_path / f"{c}", plan) for c in range(3)]
+    while not machine.is_done:
+        stage = machine.stage
+        for c in sorted(machine.awaited - ({2} if stage == (0, 0, False) else set())):
+            asked.add((c, *stage[:2]))
+            assert machine.receive(c, clients[c].answer(machine.request(c)))
+        if machine.stage == stage:
+            assert machine.leave_out() == {2}
+            restored = server(plan, **given)
+            restored.load_state_dict(machine.state_dict())
+            assert restored.awaited == machine.awaited == {0, 1}
+    everything = {(c, step, part) for c in range(3) for step in range(2) for part in range(3)}
+    assert everything - asked == {(2, 0, part) for part in range(3)}
+    assert [sum(n for _, n in history(tmp_path / f"{c}")) for c in range(3)] == [2, 2, 1]
+
+
 def test_where_nothing_moves_nothing_is_asked_of_a_worker():
     assert ROUTINE.ask(ROUTINE.start(START, START * 0)) is None
 
