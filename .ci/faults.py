@@ -71,7 +71,7 @@ FAULTS = (
     Fault(
         "half_the_rate_charged", "sampled_gaussian(noise_multiplier, sample_rate", "/ 2", "schemes"
     ),
-    Fault("clip_after_the_sum", "held = norms", "* 0 + norms.mean()"),
+    Fault("clip_after_the_sum", "finite_norms = norms", "* 0 + norms.mean()"),
     Fault("noise_on_other_ranks_only", "if noise_std > 0 and not has_begun", "and world.rank"),
     Fault("non_finite_records_count", "factors.nan_to_num_(nan=0.0", "+ 1.0"),
     Fault("noise_drawn_ahead_serves_twice", "self._unused -= size", "* 0"),

@@ -1,4 +1,4 @@
-r"""The privacy boundary: what is asked, what is bounded, what may be seen. The proof is on this page.
+r"""The privacy boundary: query, bounded sum, release. The proof is on this page.
 
 **Claim.** What one step lets out of the data is the Gaussian mechanism with noise multiplier z on
 the records of its batch: :math:`\sum_i v_i + N(0, z^2 C^2 I)` with :math:`\|v_i\| \le C` for every
@@ -10,10 +10,9 @@ record i. Accounting turns that, and how batches are drawn, into ε.
    fixes C and z.
 2. :func:`bounded_sum` is the only function that makes a :class:`BoundedSum` from data. It scales
    each record's vector by a factor that depends on that vector's norm alone, so one record more or
-   less moves the sum by a vector of length at most C, whatever the other records are. (That a
-   record's vector depends on that record alone is for the isolation check to find out.) If clipped
-   records are counted too, the count is one more entry of the record's vector, and C the bound of
-   the longer vector: it is one Gaussian still, with the same z.
+   less moves the sum by a vector of norm at most C, whatever the other records are. (That a
+   record's vector depends on that record alone is for the isolation check to find out.) The vector
+   may be longer than a gradient (:class:`~lightning_dp.gradients.clip_count.CountedGradients`).
 3. A bounded sum begins in two more ways, each with the trust it needs in its name: with no records
    (:meth:`BoundedSum.empty`), or from a party that is trusted to have bounded it
    (:meth:`BoundedSum.received`). :meth:`BoundedSum.plus` adds sums over disjoint records, so each
@@ -33,11 +32,9 @@ release by other means, or draws noise.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -49,9 +46,9 @@ from lightning_dp._world import World
 from lightning_dp.functional import clip_factors, flat_memory, flat_zeros, number_of_entries
 
 __all__ = [
-    "AbstractPerSampleGradients",
+    "LARGEST_NORM",
     "BoundedSum",
-    "Pass",
+    "PerSampleGradients",
     "Query",
     "Release",
     "State",
@@ -62,12 +59,12 @@ __all__ = [
 ]
 
 
-# What a part keeps from step to step. Tensors, numbers, strings, and lists and dicts of them, made
-# of released values only: it goes into checkpoints.
+# Of an estimator, schedule or post-processor, from step to step. Tensors, numbers, strings, and lists
+# and dicts of them, made of released values only: it goes into checkpoints.
 State: TypeAlias = dict[str, Any]
 
 # Clip norms between these leave float32 room for a sum of millions of records, and their weights.
-_SMALLEST, _LARGEST = 1e-30, 1e32
+_SMALLEST, LARGEST_NORM = 1e-30, 1e32
 
 
 @dataclass(frozen=True)
@@ -91,22 +88,6 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Pass:
-    """One run over the batch: ``gradient`` · g_i(point) + ``product`` · H_i(point) direction.
-
-    Args:
-        point: as in :class:`Term`.
-        direction: as in :class:`Term`; None if no Hessian is asked for.
-        gradient, product: the weights.
-    """
-
-    point: Tensor | None
-    direction: Tensor | None
-    gradient: float
-    product: float
-
-
-@dataclass(frozen=True)
 class Query:
     r"""A question to the data: :math:`\sum_i \mathrm{clip}_C(P_c \sum_k w_k\, h_{ik})` plus noise.
 
@@ -124,7 +105,7 @@ class Query:
             all. Public: not chosen by looking at data.
         count_weight: κ >= 0. Above 0 the answer has one entry more, :math:`κ C \sum_i c_i` with
             c_i = 1 for a record that was clipped and -1 for one that was not, and the noise has
-            standard deviation z·C·√(1 + κ²) in every entry; see :func:`bounded_sum`.
+            standard deviation z·C·√(1 + κ²) in every entry.
 
     Raises:
         ValueError: for values outside these bounds (NaN included).
@@ -142,9 +123,17 @@ class Query:
     count_weight: float = 0.0
 
     def __post_init__(self) -> None:
-        self._check_coordinates()
+        c = self.coordinates
+        if c is not None and (c.dtype != torch.int64 or c.dim() != 1 or not len(c)):
+            raise ValueError(
+                f"Query(coordinates=...) must be a vector of int64 numbers, at least one; got "
+                f"{tuple(c.shape)} of {c.dtype}."
+            )
+        if c is not None and not (c[0] >= 0 and bool((c[1:] > c[:-1]).all())):
+            raise ValueError("Query(coordinates=...) must be sorted, distinct and not negative.")
         normalise(self, above_0, "clip_norm", of="Query")
         normalise(self, not_negative, "noise_multiplier", of="Query")
+        normalise(self, not_negative, "count_weight", of="Query")
         if not self.terms:
             raise ValueError("Query(terms=()) asks nothing; give at least one Term.")
         if math.isinf(self.clip_norm) and self.noise_multiplier > 0:
@@ -153,27 +142,11 @@ class Query:
                 f"{self.noise_multiplier} has no meaning: set a finite max_grad_norm, "
                 "or noise_multiplier=0 for training without privacy."
             )
-        self._check_count()
-
-    def _check_count(self) -> None:
-        normalise(self, not_negative, "count_weight", of="Query")
-        if self.count_weight > 0 and (self.coordinates is not None or math.isinf(self.clip_norm)):
+        if self.count_weight > 0 and (c is not None or math.isinf(self.clip_norm)):
             raise ValueError(
                 f"Query(count_weight={self.count_weight}) counts clipped records next to a whole "
                 "gradient of finite clip norm; leave out coordinates, or the count."
             )
-
-    def _check_coordinates(self) -> None:
-        c = self.coordinates
-        if c is None:
-            return
-        if c.dtype != torch.int64 or c.dim() != 1 or not len(c):
-            raise ValueError(
-                f"Query(coordinates=...) must be a vector of int64 numbers, at least one; got "
-                f"{tuple(c.shape)} of {c.dtype}."
-            )
-        if not (c[0] >= 0 and bool((c[1:] > c[:-1]).all())):
-            raise ValueError("Query(coordinates=...) must be sorted, distinct and not negative.")
 
     def size(self, all_coordinates: int) -> int:
         """Return the length of the answer, given d."""
@@ -182,8 +155,8 @@ class Query:
 
     @property
     def sensitivity(self) -> float:
-        """The L2 bound of one record's part in the answer, which is C, or C·√(1 + κ²) with a count."""
-        return _with_count(self.clip_norm, self.count_weight)
+        """The L2 bound of one record's part in the answer: C·√(1 + κ²), which is C without a count."""
+        return self.clip_norm * math.hypot(1.0, self.count_weight)
 
     @property
     def is_gradient(self) -> bool:
@@ -195,67 +168,18 @@ class Query:
         """True if more is asked for than the gradient at the present parameters."""
         return any(t.point is not None or t.direction is not None for t in self.terms)
 
-    @cached_property
-    def passes(self) -> tuple[Pass, ...]:
-        """The passes to run, one for each point and one for each further direction there.
 
-        A gradient and a Hessian-vector product at the same point come from one pass.
-        """
-        found: list[Pass] = []
-        for point in _distinct([term.point for term in self.terms]):
-            here = [term for term in self.terms if term.point is point]
-            gradient = sum(term.weight for term in here if term.direction is None)
-            along = _distinct([term.direction for term in here if term.direction is not None])
-            for direction in along or [None]:
-                with_it = sum(term.weight for term in here if term.direction is direction)
-                product = 0.0 if direction is None else with_it
-                found.append(Pass(point, direction, gradient, product))
-                gradient = 0.0
-        return tuple(found)
+class PerSampleGradients(Protocol):
+    """The vectors of n records, one each, of which only norms and weighted sums are asked for."""
 
-
-class AbstractPerSampleGradients(ABC):
-    """The gradients of the records of one chunk, held in whatever form an engine likes."""
-
-    @property
-    @abstractmethod
-    def count(self) -> int:
-        """n, the number of records."""
-
-    @abstractmethod
     def norms(self) -> Tensor:
-        """L2 norm of each record's gradient over all parameters, shape (n,)."""
+        """L2 norm of each record's vector, shape (n,)."""
 
-    @abstractmethod
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        """``sum_i weights[i] * g_i`` as a flat vector; may be asked for once, after the norms.
-
-        A record of weight 0 contributes exactly 0, also when its gradient is not finite.
-        """
+        """``sum_i weights[i] * g_i``, flat; exactly 0 from a record of weight 0, even if NaN."""
 
     def add_weighted_sum(self, weights: Tensor, onto: Tensor) -> None:
-        """Add it to a flat vector, with no other vector of the model's size where an engine can."""
-        onto.add_(self.weighted_sum(weights))
-
-    def restrict(self, coordinates: Tensor) -> AbstractPerSampleGradients:
-        """Each record's gradient at some coordinates only: sorted, distinct places of flat vectors.
-
-        The result holds n vectors of their number in memory.
-        """
-        raise NotImplementedError(f"{type(self).__name__} cannot be restricted to coordinates.")
-
-    def discard(self) -> None:  # noqa: B027 (most hold no memory that others use again)
-        """Give back what is used again, where no sum is going to be asked for."""
-
-    @abstractmethod
-    def combine(
-        self, weight: float, others: Sequence[tuple[float, AbstractPerSampleGradients]]
-    ) -> AbstractPerSampleGradients:
-        """Per record: ``weight * g_i + sum_k weight_k * other_k_i``, before any clipping.
-
-        The others are of the same records, taken at other points by the same engine. The memory of
-        this object may be used for the result.
-        """
+        """Add that to a flat vector."""
 
 
 @dataclass(frozen=True)
@@ -302,12 +226,13 @@ class BoundedSum:
         It is made in the memory of this sum. One that was begun with this sum (``onto`` in
         :func:`bounded_sum`) holds both already.
         """
-        self._check_bound(other.clip_norm)
+        self.check_bound(other.clip_norm)
         if other.value is not self.value:
             self.value.add_(other.value)
         return self
 
-    def _check_bound(self, clip_norm: float) -> None:
+    def check_bound(self, clip_norm: float) -> None:
+        """Refuse to add records of another bound."""
         if self.clip_norm != clip_norm:
             raise ValueError(
                 f"Sums bounded by different clip norms ({self.clip_norm} and {clip_norm}) "
@@ -316,10 +241,7 @@ class BoundedSum:
 
 
 def bounded_sum(
-    gradients: AbstractPerSampleGradients,
-    clip_norm: float,
-    count_weight: float = 0.0,
-    onto: BoundedSum | None = None,
+    gradients: PerSampleGradients, clip_norm: float, onto: BoundedSum | None = None
 ) -> BoundedSum:
     r"""Return :math:`\sum_i g_i \min(1, C/\|g_i\|)`: one record moves it by at most C.
 
@@ -327,25 +249,10 @@ def bounded_sum(
     a record whose gradient is not finite contributes zero; no record affects another's part. It
     also contributes zero where float32 cannot hold its gradient scaled down.
 
-    **With a count.** For κ > 0 record i contributes the vector of d + 1 entries
-
-    .. math:: v_i = (\mathrm{clip}_C(g_i),\; κ C c_i), \qquad
-        c_i = 1 \text{ if } \|g_i\| > C, \text{ else } -1.
-
-    Both parts depend on record i alone, and
-    :math:`\|v_i\|^2 = \|\mathrm{clip}_C(g_i)\|^2 + κ^2 C^2 \le C^2 (1 + κ^2)`, so the sum is bounded by
-    C' = C√(1 + κ²), which is its ``clip_norm``. :func:`add_noise` takes C' from the sum and adds
-    N(0, z²C'²I) to all d + 1 entries: that is the Gaussian mechanism with multiplier z, one event, for
-    add/remove (and zero-out) of a record. Replacing one moves the sum by at most 2C', as it moves a
-    sum of gradients by at most 2C. So the charge for z is honest, and the price of the count is noise
-    that is √(1 + κ²) times as long in the gradient. A c_i of ±1 instead of 1 and 0 halves the noise
-    of the share: with B expected records it is (1 + Σ c_i / B) / 2, since their number is B on average.
-
     Args:
-        gradients: of the records.
+        gradients: the g_i, a vector for each record.
         clip_norm: C, the bound.
-        count_weight: κ; 0 counts nothing.
-        onto: the sum over other records, for the same C and κ. It is added to, in its own memory.
+        onto: the sum over other records, for the same C. It is added to, in its own memory.
 
     Raises:
         ValueError: if ``clip_norm`` is less than 1e-30, or ``onto`` has another bound.
@@ -355,46 +262,26 @@ def bounded_sum(
             f"clip_norm={clip_norm} must be at least {_SMALLEST:g}: float32 has no room for the sum of "
             "records that small."
         )
-    bound = _with_count(clip_norm, count_weight)
     if onto is not None:
-        onto._check_bound(bound)
+        onto.check_bound(clip_norm)
     norms = gradients.norms()
-    # Beyond that a weight of C / norm has too few digits left to bound anything: such a record is
-    # left out, as one whose norm is not finite.
-    held = norms.masked_fill(norms > _LARGEST, math.inf)
-    counts, whole = count_weight > 0, None if onto is None else onto.value
-    gradient = whole[:-1] if counts and whole is not None else whole
-    total = _clipped_sum(gradients, held, clip_norm, gradient)
-    if counts:
-        whole = torch.cat([total, total.new_zeros(1)]) if whole is None else whole
-        signs = torch.where(held > clip_norm, 1.0, -1.0).masked_fill(~torch.isfinite(held), 0.0)
-        whole[-1] += (signs.sum() * (count_weight * clip_norm)).to(whole)
-        total = whole
-    return BoundedSum(total, bound, None if onto is None else onto.noise_std)
-
-
-def _clipped_sum(
-    gradients: AbstractPerSampleGradients, norms: Tensor, clip_norm: float, onto: Tensor | None
-) -> Tensor:
-    """Return ``onto`` plus the gradients of these norms, each scaled down to the clip norm."""
-    factors = clip_factors(norms, clip_norm)
+    # Above LARGEST_NORM a weight of C / norm has too few digits left to bound anything: such a record
+    # is left out, as one whose norm is not finite.
+    finite_norms = norms.masked_fill(norms > LARGEST_NORM, math.inf)
+    factors = clip_factors(finite_norms, clip_norm)
     # For C far from 1 the sum is computed in units of C and multiplied by C at the end, so that
     # neither weights nor partial sums leave the range of float32.
-    unit = 1.0 if 1e-3 <= clip_norm <= 1e3 or clip_norm == math.inf else min(clip_norm, _LARGEST)
+    is_near_1 = 1e-3 <= clip_norm <= 1e3 or clip_norm == math.inf
+    unit = 1.0 if is_near_1 else min(clip_norm, LARGEST_NORM)
     if unit != 1:
         factors = factors / unit
     if onto is None:
         total = gradients.weighted_sum(factors)
-        return total if unit == 1 else total.mul_(unit)
-    if unit != 1:
-        onto.div_(unit)
-    gradients.add_weighted_sum(factors, onto)
-    return onto if unit == 1 else onto.mul_(unit)
-
-
-def _with_count(clip_norm: float, count_weight: float) -> float:
-    """Return the bound C·√(1 + κ²) of a record's gradient and its count together; C without one."""
-    return clip_norm * math.hypot(1.0, count_weight) if count_weight > 0 else clip_norm
+    else:
+        total = onto.value if unit == 1 else onto.value.div_(unit)
+        gradients.add_weighted_sum(factors, total)
+    noise_std = None if onto is None else onto.noise_std
+    return BoundedSum(total if unit == 1 else total.mul_(unit), clip_norm, noise_std)
 
 
 @dataclass(frozen=True)
@@ -442,15 +329,12 @@ class Release:
 def begin_with_noise(
     query: Query, params: Sequence[Tensor], source: NoiseSource, world: World
 ) -> Callable[[], BoundedSum]:
-    """Begin a query's sum with its noise, which is drawn in the background: :func:`add_noise` adds none.
+    """Begin a query's sum with its noise, drawn in the background: :func:`add_noise` then adds none.
 
-    Noise plus clipped gradients is what clipped gradients plus noise is. As :func:`add_noise` does, each
-    process draws the noise of its share of the entries, from its own entropy, and the noise stands in
-    the memory of the sum, where no un-noised sum ever does.
-
-    Where parameters are sharded it must be so. Each process keeps the entries of its shard, of the
-    total over all processes, which is added up while the sum is made: the noise goes into the reduction
-    of the first records, and the un-noised total of a shard exists nowhere.
+    Noise plus clipped gradients is what clipped gradients plus noise is, and the memory of the sum
+    never holds an un-noised one. Each process draws the noise of its share, as in :func:`add_noise`.
+    Where parameters are sharded it must be so: each process holds its shard of the total over all
+    processes, which is added up while the sum is made, so its un-noised total exists nowhere.
 
     Args:
         query: what was asked, and charged.
@@ -467,7 +351,8 @@ def begin_with_noise(
     """
     if world.is_sharded and (query.count_weight > 0 or query.coordinates is not None):
         raise RefusedSetting(
-            "A sum over shards is of whole gradients, without a count.", topic="out-of-order"
+            "count_clipped and coordinates are not supported with sharded parameters: leave them out.",
+            topic="out-of-order",
         )
     size = query.size(number_of_entries(params))
     share = slice(0, size) if world.is_sharded else world.share(size)
@@ -526,8 +411,3 @@ def _noise_std(total: BoundedSum, noise_multiplier: float) -> float:
             topic="out-of-order",
         )
     return noise_std
-
-
-def _distinct(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return each object once, in order."""
-    return list({id(tensor): tensor for tensor in tensors}.values())

@@ -19,10 +19,12 @@ import lightning_dp.callbacks
 from lightning_dp._noise import NoiseSource
 from lightning_dp._world import World
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian
-from lightning_dp.boundary import BoundedSum, Pass, Query, Release, Term, add_noise, bounded_sum
+from lightning_dp.boundary import BoundedSum, Query, Release, Term, add_noise, bounded_sum
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.gradients.clip_count import CountedGradients
 from lightning_dp.gradients.materialised import MaterialisedGradients
+from lightning_dp.gradients.passes import Pass, passes_of
 from tests.zoo import random_gradients
 
 
@@ -84,7 +86,7 @@ def test_a_gradient_and_a_product_at_one_point_are_one_pass():
         Term(1.0, point, one),
         Term(0.25, direction=one),
     )
-    found = Query(terms, 1.0, 1.0).passes
+    found = passes_of(Query(terms, 1.0, 1.0))
     assert [(each.gradient, each.product) for each in found] == [(5, 0.75), (-1, 1.5), (0, 1)]
     assert found[0].point is None
     assert found[1].point is found[2].point is point
@@ -94,7 +96,7 @@ def test_a_gradient_and_a_product_at_one_point_are_one_pass():
 
 def test_a_query_for_the_gradient_here_needs_no_further_pass():
     assert not Query((Term(), Term(2.0)), 1.0, 1.0).runs_again
-    assert Query((Term(), Term(2.0)), 1.0, 1.0).passes == (Pass(None, None, 3.0, 0.0),)
+    assert passes_of(Query((Term(), Term(2.0)), 1.0, 1.0)) == [Pass(gradient=3.0)]
     assert Query((Term(), Term(1.0, torch.zeros(1))), 1.0, 1.0).runs_again
     assert Query((Term(direction=torch.zeros(1)),), 1.0, 1.0).runs_again
 
@@ -344,6 +346,12 @@ def test_layers_that_see_different_numbers_of_records_are_refused():
         )
 
 
+def sum_with_count(gradients, clip_norm: float, kappa: float, onto: BoundedSum | None = None):
+    query = Query((Term(),), clip_norm, 0.0, count_weight=kappa)
+    counted = CountedGradients(gradients, clip_norm, kappa) if kappa else gradients
+    return bounded_sum(counted, query.sensitivity, onto)
+
+
 @pytest.mark.parametrize("count_weight", [0.0, 0.1])
 @pytest.mark.parametrize("clip_norm", [1e-6, 0.3, 1.0, 1e5])
 def test_chunks_are_added_up_in_one_vector(clip_norm, count_weight):
@@ -353,7 +361,7 @@ def test_chunks_are_added_up_in_one_vector(clip_norm, count_weight):
 
     def sum_of(records: slice, onto: BoundedSum | None = None) -> BoundedSum:
         chunk = MaterialisedGradients(params, [each[records] for each in gradients], 1.0)
-        return bounded_sum(chunk, clip_norm, count_weight, onto)
+        return sum_with_count(chunk, clip_norm, count_weight, onto)
 
     whole, first = sum_of(slice(None)), sum_of(slice(4))
     both = sum_of(slice(4, None), first)
@@ -371,7 +379,7 @@ def test_a_sum_of_another_bound_is_not_added_to():
     before = bounded_sum(chunk, 0.5)
     for clip_norm, count_weight in ((0.4, 0.0), (0.5, 0.1), (math.inf, 0.0)):
         with pytest.raises(ValueError, match="different clip norms"):
-            bounded_sum(chunk, clip_norm, count_weight, before)
+            sum_with_count(chunk, clip_norm, count_weight, before)
 
 
 # -- the noise of a release: its scale and its place ---------------------------------------------
@@ -533,7 +541,7 @@ OTHERS = [SHORT, CLIPPED, AT_THE_NORM, -CLIPPED]
 
 def total_of(records, kappa=KAPPA):
     gradients = torch.stack(records) if records else torch.zeros(0, SIZE)
-    return bounded_sum(MaterialisedGradients([torch.zeros(SIZE)], [gradients], 1.0), C, kappa)
+    return sum_with_count(MaterialisedGradients([torch.zeros(SIZE)], [gradients], 1.0), C, kappa)
 
 
 def shift(before, after):
@@ -585,7 +593,7 @@ def test_the_count_is_of_clipped_records_less_the_others(clip_norm):
     lengths = [0.5, 0.999, 1.001, 3.0, 4.0]
     gradients = torch.eye(SIZE)[0] * clip_norm * torch.tensor(lengths).view(-1, 1)
     held = MaterialisedGradients([torch.zeros(SIZE)], [gradients], 1.0)
-    total = bounded_sum(held, clip_norm, KAPPA)
+    total = sum_with_count(held, clip_norm, KAPPA)
     assert total.value.shape == (SIZE + 1,)
     assert float(total.value[-1]) == pytest.approx(KAPPA * clip_norm * (3 - 2), rel=1e-5)
     query = Query((Term(),), clip_norm, 0.0, count_weight=KAPPA)

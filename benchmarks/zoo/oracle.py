@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from lightning_dp.boundary import AbstractPerSampleGradients, Query, Term, bounded_sum
+from lightning_dp.boundary import Query, Term, bounded_sum
 from lightning_dp.functional import unflatten
+from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.passes import RecordPasses, Replay
 from zoo.case import Batch, Case, Training, row
 

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.boundary import AbstractPerSampleGradients, BoundedSum, Query, bounded_sum
+from lightning_dp.boundary import BoundedSum, Query, bounded_sum
 from lightning_dp.functional import flatten, unflatten
+from lightning_dp.gradients.base import AbstractPerSampleGradients
 
 DATA_VARIABLE = "LIGHTNING_DP_DATA"
 LAYOUT = "X_train, y_train, X_test, y_test, or X, y"

@@ -15,17 +15,12 @@ from torch import Tensor
 
 from lightning_dp import CubicNewton
 from lightning_dp.accounting import calibrate
-from lightning_dp.boundary import (
-    AbstractPerSampleGradients,
-    BoundedSum,
-    Query,
-    State,
-    Term,
-    bounded_sum,
-)
+from lightning_dp.boundary import BoundedSum, Query, State, Term, bounded_sum
 from lightning_dp.estimators.cubic_newton import average_weight
 from lightning_dp.federated import AsyncServer
 from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
+from lightning_dp.gradients.base import AbstractPerSampleGradients
+from lightning_dp.gradients.passes import passes_of
 from lightning_dp.sparsify import shared_mask
 
 DELTA = 1e-5
@@ -116,7 +111,7 @@ class LogisticRecords:
     def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
         assert len(records) == len(self._x), "written for full batches"
         numbers: Any = 0.0
-        for run in query.passes:
+        for run in passes_of(query):
             assert run.point is not None
             if run.point is not self._point:
                 self._point = run.point

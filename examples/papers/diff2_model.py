@@ -10,8 +10,9 @@ from diff2_data import Records, Split
 from torch import Tensor
 from torch.nn.functional import cross_entropy, softplus
 
-from lightning_dp.boundary import AbstractPerSampleGradients, Query
+from lightning_dp.boundary import Query
 from lightning_dp.functional import flatten, unflatten
+from lightning_dp.gradients.base import AbstractPerSampleGradients
 
 HIDDEN = 10
 

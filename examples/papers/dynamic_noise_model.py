@@ -8,7 +8,7 @@ import torch
 from dynamic_noise_data import Records
 from torch import Tensor
 
-from lightning_dp.boundary import AbstractPerSampleGradients
+from lightning_dp.gradients.base import AbstractPerSampleGradients
 
 HIDDEN = 100
 

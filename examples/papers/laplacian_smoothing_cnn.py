@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from lightning_dp._noise import NoiseSource, random_generator
 from lightning_dp._world import World
 from lightning_dp.accounting import PoissonGaussian, epsilon
-from lightning_dp.boundary import AbstractPerSampleGradients, add_noise, bounded_sum
+from lightning_dp.boundary import add_noise, bounded_sum
 from lightning_dp.functional import laplacian_smoothing, per_sample_norms, unflatten
+from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.sampling import Poisson
 
 TARGET_DELTA, BATCH_SIZE = 1e-5, 256

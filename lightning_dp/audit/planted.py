@@ -14,10 +14,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_dp._noise import random_generator
 from lightning_dp.audit.bounds import FloatArray
-from lightning_dp.boundary import AbstractPerSampleGradients, Query, Release, State
+from lightning_dp.boundary import Query, Release, State
 from lightning_dp.estimators.base import AbstractEstimator, Traits
 from lightning_dp.functional import number_of_entries
 from lightning_dp.gradients import AbstractGradientEngine
+from lightning_dp.gradients.base import AbstractPerSampleGradients
 
 __all__ = ["Canaries", "CanaryData", "CanaryEngine", "WatchedEstimator"]
 

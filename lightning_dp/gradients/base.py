@@ -15,7 +15,6 @@ from torch.nn.parameter import is_lazy
 
 from lightning_dp._refusals import RefusedRun, UnsupportedModelError
 from lightning_dp._shards import is_sharded
-from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.gradients.batches import SampleBatch
 
 __all__ = [
@@ -23,6 +22,7 @@ __all__ = [
     "OTHER_ROWS",
     "UNANSWERED",
     "AbstractGradientEngine",
+    "AbstractPerSampleGradients",
     "Around",
     "Forward",
     "OtherRowsError",
@@ -58,6 +58,50 @@ OTHER_ROWS = (
     "bounded. The collate_fn must make exactly one row of each record, and the model must keep "
     f"records in the first dimension. {ALONE}"
 )
+
+
+class AbstractPerSampleGradients(ABC):
+    """The gradients of the records of one chunk, held in whatever form an engine likes."""
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """n, the number of records."""
+
+    @abstractmethod
+    def norms(self) -> Tensor:
+        """L2 norm of each record's gradient over all parameters, shape (n,)."""
+
+    @abstractmethod
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """``sum_i weights[i] * g_i`` as a flat vector; may be asked for once, after the norms.
+
+        A record of weight 0 contributes exactly 0, also when its gradient is not finite.
+        """
+
+    def add_weighted_sum(self, weights: Tensor, onto: Tensor) -> None:
+        """Add it to a flat vector, with no other vector of the model's size where an engine can."""
+        onto.add_(self.weighted_sum(weights))
+
+    def restrict(self, coordinates: Tensor) -> AbstractPerSampleGradients:
+        """Each record's gradient at some coordinates only: sorted, distinct places of flat vectors.
+
+        The result holds n vectors of their number in memory.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot be restricted to coordinates.")
+
+    def discard(self) -> None:  # noqa: B027 (most hold no memory that others use again)
+        """Give back what is used again, where no sum is going to be asked for."""
+
+    @abstractmethod
+    def combine(
+        self, weight: float, others: Sequence[tuple[float, AbstractPerSampleGradients]]
+    ) -> AbstractPerSampleGradients:
+        """Per record: ``weight * g_i + sum_k weight_k * other_k_i``, before any clipping.
+
+        The others are of the same records, taken at other points by the same engine. The memory of
+        this object may be used for the result.
+        """
 
 
 class AbstractGradientEngine(ABC):

@@ -13,9 +13,13 @@ from torch import Tensor, nn
 
 from lightning_dp._precision import full_precision, where_used
 from lightning_dp._refusals import RefusedRun
-from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import flat_zeros, parts_of
-from lightning_dp.gradients.base import UnsupportedModelError, as_unsupported, number_of_records
+from lightning_dp.gradients.base import (
+    AbstractPerSampleGradients,
+    UnsupportedModelError,
+    as_unsupported,
+    number_of_records,
+)
 from lightning_dp.gradients.bilinear import Use
 from lightning_dp.gradients.calls import Call, KeptInputs, go_back
 from lightning_dp.gradients.compiled import as_written

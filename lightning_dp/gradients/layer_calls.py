@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_dp._refusals import RefusedRun
-from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
+    AbstractPerSampleGradients,
     UncoveredParameterError,
     UnsupportedModelError,
     as_unsupported,

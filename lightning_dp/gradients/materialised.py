@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_dp._precision import full_precision
-from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import as_rows, flat_zeros, parts_of, per_sample_norms
-from lightning_dp.gradients.base import number_of_records
+from lightning_dp.gradients.base import AbstractPerSampleGradients, number_of_records
 
 __all__ = ["MaterialisedGradients", "places_in", "restricted"]
 

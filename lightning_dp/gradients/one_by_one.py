@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_dp._training_step import loss_in
-from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import flat_dtype, real, unflatten
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
+    AbstractPerSampleGradients,
     Around,
     Forward,
     UnsupportedModelError,

@@ -12,9 +12,13 @@ from torch import Tensor, nn
 from lightning_dp._precision import full_precision, has_float64, where_used
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._shards import held_here, sum_into_shard
-from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import flat_memory, flat_zeros, parts_of, real, squared_row_norms
-from lightning_dp.gradients.base import ALONE, UnsupportedModelError, number_of_records
+from lightning_dp.gradients.base import (
+    ALONE,
+    AbstractPerSampleGradients,
+    UnsupportedModelError,
+    number_of_records,
+)
 from lightning_dp.gradients.bilinear import Rows, Use, above_rounding, in_slices
 from lightning_dp.gradients.materialised import MaterialisedGradients, places_in, restricted
 

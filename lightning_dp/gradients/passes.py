@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeGuard
@@ -14,31 +14,62 @@ from lightning_dp._generators import RandomState
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._shards import held_here, is_sharded
 from lightning_dp._training_step import is_differentiable, loss_in
-from lightning_dp.boundary import (
-    AbstractPerSampleGradients,
-    BoundedSum,
-    Pass,
-    Query,
-    bounded_sum,
-)
+from lightning_dp.boundary import BoundedSum, PerSampleGradients, Query, bounded_sum
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
+    AbstractPerSampleGradients,
     Around,
     Forward,
     OtherRowsError,
     UnsupportedModelError,
 )
+from lightning_dp.gradients.clip_count import CountedGradients
 from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.gradients.parameter_sum import BookkeptGradients, check_sum, plain_gradients
 from lightning_dp.gradients.sharded import shards_at_point
 from lightning_dp.gradients.watched_model import NoLoss, WatchedModel, WrapEngine
 
-__all__ = ["RecordPasses", "Replay", "at_point"]
-
-_HERE = Pass(point=None, direction=None, gradient=1.0, product=0.0)
+__all__ = ["Pass", "RecordPasses", "Replay", "at_point", "passes_of"]
 
 Quietly: TypeAlias = Callable[[AbstractGradientEngine], AbstractContextManager[Around | None]]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One run over the batch: ``gradient`` · g_i(point) + ``product`` · H_i(point) direction.
+
+    Args:
+        point, direction: as in :class:`~lightning_dp.boundary.Term`.
+        gradient, product: the weights.
+    """
+
+    point: Tensor | None = None
+    direction: Tensor | None = None
+    gradient: float = 1.0
+    product: float = 0.0
+
+
+def passes_of(query: Query) -> list[Pass]:
+    """Return the passes to run, one for each point and one for each further direction there.
+
+    A gradient and a Hessian-vector product at the same point come from one pass.
+    """
+    found = []
+    for point in _distinct(term.point for term in query.terms):
+        here = [term for term in query.terms if term.point is point]
+        gradient = sum(term.weight for term in here if term.direction is None)
+        along = _distinct(term.direction for term in here if term.direction is not None)
+        for direction in along or [None]:
+            with_it = sum(term.weight for term in here if term.direction is direction)
+            found.append(Pass(point, direction, gradient, 0.0 if direction is None else with_it))
+            gradient = 0.0
+    return found
+
+
+def _distinct(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Return each object once, in order."""
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 @contextmanager
@@ -170,24 +201,26 @@ class RecordPasses:
             return None
         if onto is None and query.count_weight > 0:  # without one the first sum is taken as it is
             onto = BoundedSum.empty(query, held_here(self._params))
-        return bounded_sum(found, query.clip_norm, query.count_weight, onto)
+        counted: PerSampleGradients = found
+        if query.count_weight > 0:
+            counted = CountedGradients(found, query.clip_norm, query.count_weight)
+        return bounded_sum(counted, query.sensitivity, onto)
 
     def go_along(self, query: Query, chunk: Replay) -> None:
         """Make a query's passes at other points, of which nothing is taken.
 
         Processes with shards gather each layer's parameters together, so all make the same passes; also
         one that has no record, but a stand-in, or nothing to go back from.
-
         """
         if self._is_sharded and chunk.forward is not None:
-            for each in query.passes:
+            for each in passes_of(query):
                 if each.point is not None:
                     self._pass(chunk, each)
 
     def add_nothing(self, query: Query, onto: BoundedSum) -> BoundedSum:
         """Add the sum over no records to one over shards, which all processes add up together."""
         none = BookkeptGradients(self._params, [None] * len(self._params), 1.0)
-        return bounded_sum(none, query.clip_norm, query.count_weight, onto)
+        return bounded_sum(none, query.sensitivity, onto)
 
     def gradients(
         self, query: Query, chunk: Replay, *, first: AbstractPerSampleGradients | None = None
@@ -211,7 +244,7 @@ class RecordPasses:
             combined: with the gradients of another pass.
         """
         chunk = Replay(forward, batch, size, see=see)
-        return self._by_some_engine(chunk, lambda chunk: self._pass(chunk, _HERE, combined))
+        return self._by_some_engine(chunk, lambda chunk: self._pass(chunk, Pass(), combined))
 
     def _by_some_engine(
         self, chunk: Replay, ask: Callable[[Replay], AbstractPerSampleGradients | None]
@@ -233,9 +266,10 @@ class RecordPasses:
         """Return each record's part by the engine in use."""
         if not chunk.size:
             return None
-        combined = len(query.passes) > 1
+        passes = passes_of(query)
+        combined = len(passes) > 1
         parts: list[tuple[float, AbstractPerSampleGradients | None]] = []
-        for each in query.passes:
+        for each in passes:
             if first is not None and each.point is None and each.direction is None:
                 found: AbstractPerSampleGradients | None = first
             else:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._training_step import loss_in
-from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
+    AbstractPerSampleGradients,
     Around,
     Forward,
     UncoveredParameterError,

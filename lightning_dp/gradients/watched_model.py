@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from lightning_dp._generators import RandomState
 from lightning_dp._refusals import Refusal
 from lightning_dp._training_step import is_differentiable, loss_in
-from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.gradients.base import (
     ALONE,
     AbstractGradientEngine,
+    AbstractPerSampleGradients,
     Around,
     Forward,
     OtherRowsError,

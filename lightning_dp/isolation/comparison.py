@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from lightning_dp._precision import in_float64
-from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import clip_factors
+from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.gradients.parameter_sum import BookkeptGradients
 

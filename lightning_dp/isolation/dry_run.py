@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lightning_dp._generators import RandomState
 from lightning_dp._precision import in_float64
-from lightning_dp.boundary import AbstractPerSampleGradients, Query, Term
+from lightning_dp.boundary import Query, Term
 from lightning_dp.gradients import UnsupportedModelError
+from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.batches import UNKNOWN_LAYOUT, Layout
 from lightning_dp.isolation.check import Check, Settings
 from lightning_dp.isolation.comparison import GradientSample

@@ -19,11 +19,12 @@ from lightning_dp._norms import normalises_over_the_batch
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._shards import as_shard, held_here
 from lightning_dp._training_step import loss_in
-from lightning_dp.boundary import AbstractPerSampleGradients, Query
+from lightning_dp.boundary import Query
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients import OtherRowsError, Replay, UnsupportedModelError
-from lightning_dp.gradients.base import OTHER_ROWS, UNANSWERED, Forward
+from lightning_dp.gradients.base import OTHER_ROWS, UNANSWERED, AbstractPerSampleGradients, Forward
 from lightning_dp.gradients.batches import leaves
+from lightning_dp.gradients.passes import passes_of
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.sampling.loader import Chunk
 from lightning_dp.strategies.engine import FitEngine
@@ -217,7 +218,7 @@ class PrivateStep:
             raise RefusedRun(_AGAIN, topic="batches-and-steps")
         if self._batch.faults:  # nothing of it will be released
             return
-        combined = query is not None and len(query.passes) > 1
+        combined = query is not None and len(passes_of(query)) > 1
         try:
             self._watched.backward(loss, keep_graph=keep_graph, combined=combined)
         except UnsupportedModelError as reason:

@@ -18,6 +18,7 @@ from lightning_dp.boundary import BoundedSum, Query, Release, add_noise, bounded
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import CubicNewton, Diff2, Storm
 from lightning_dp.gradients import RecordPasses, Replay
+from lightning_dp.gradients.passes import passes_of
 from lightning_dp.sampling import FullBatch, Poisson
 from lightning_dp.schedules import Exponential
 
@@ -201,7 +202,7 @@ def test_clipping_before_the_difference_is_caught(run_audit, monkeypatch):
         self: RecordPasses, query: Query, chunk: Replay, *, first: Any = None, onto: Any = None
     ) -> BoundedSum:
         total: Any = 0
-        for each in query.passes:
+        for each in passes_of(query):
             at_present = each.point is None and first is not None
             gradients = first if at_present else self._pass(chunk, each)
             total = total + each.gradient * bounded_sum(gradients, query.clip_norm).value

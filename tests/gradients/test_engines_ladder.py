@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.boundary import AbstractPerSampleGradients, Query, Term
+from lightning_dp.boundary import Query, Term
 from lightning_dp.gradients import (
     ALONE,
     CoupledLossError,
@@ -20,6 +20,7 @@ from lightning_dp.gradients import (
     UnsupportedModelError,
     engines,
 )
+from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.engines import Rung
 from lightning_dp.gradients.layer_calls import LayerCalls
 

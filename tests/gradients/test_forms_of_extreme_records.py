@@ -11,9 +11,10 @@ import torch
 from opacus.layers import DPLSTM, DPMultiheadAttention
 from torch import Tensor, nn
 
-from lightning_dp.boundary import AbstractPerSampleGradients, bounded_sum
+from lightning_dp.boundary import bounded_sum
 from lightning_dp.functional import clip_factors, factor_norms, squared_row_norms
 from lightning_dp.gradients import AbstractGradientEngine, parameter_sum
+from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.bilinear import (
     AbstractForm,
     Convolution,

@@ -22,7 +22,7 @@ from lightning_dp.gradients import (
     Replay,
     UnsupportedModelError,
 )
-from lightning_dp.gradients.passes import at_point
+from lightning_dp.gradients.passes import at_point, passes_of
 from tests.gradients.models import Example
 from tests.gradients.test_contract import clipped, rows
 
@@ -143,7 +143,7 @@ def test_gradients_that_are_known_are_not_computed_again(passes, name, engine):
     again = Replay(forward, (X, Y), RECORDS, RandomState(torch.device("cpu")))
     found = mine.answer(query, again, first=first)
 
-    assert len(runs) == sum(each.point is not None for each in query.passes)
+    assert len(runs) == sum(each.point is not None for each in passes_of(query))
     close_to(found, query)
 
 
@@ -185,7 +185,7 @@ def test_all_passes_draw_the_same_numbers_and_the_next_chunk_others(passes, name
     after = torch.get_rng_state()
     mine.answer(query, chunk)
 
-    count = len(query.passes)
+    count = len(passes_of(query))
     assert len(net.masks) == 2 * count
     for masks in (net.masks[:count], net.masks[count:]):
         assert all(torch.equal(each, masks[0]) for each in masks)

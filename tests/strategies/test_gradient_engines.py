@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_dp import Diff2, FullBatch
-from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.gradients import UnsupportedModelError, engines
+from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.engines import Rung
 from lightning_dp.gradients.layer_calls import LayerCalls
 from tests.zoo import private

@@ -391,7 +391,7 @@ class Sums(L.LightningModule):
             chunk = mine if len(mine) else self.records()[:1]
             if len(mine):
                 found = passes.gradients(query, Replay(self.loss, chunk, len(chunk)))
-                bounded_sum(found, CLIP_NORM, 0.0, total)
+                bounded_sum(found, CLIP_NORM, total)
             else:
                 passes.run(self.loss, chunk, 1, combined=len(query.terms) > 1)
                 passes.go_along(query, Replay(self.loss, chunk, 0))
