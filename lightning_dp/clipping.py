@@ -1,24 +1,29 @@
-r"""Clipping rules: the factor by which each record's gradient is shortened before it is added.
+r"""Clipping rules: how each record's gradient is scaled to a norm of at most C before the sum.
 
-A rule is public. Whatever a record's gradient g is, the rule scales it to a vector of L2 norm at most
-C, the sensitivity of the sum, by numbers that depend on the norms of that gradient alone. A gradient
-that is not finite becomes zero.
+A rule is public, and its factors for a record depend on the norms of that record's gradient alone.
+:func:`~lightning_dp.boundary.bounded_sum` clips whatever a rule makes of a gradient to C once more, so
+the sensitivity does not depend on this module. A gradient that is not finite becomes zero.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_dp._precision import has_float64
 from lightning_dp._validate import between, normalise, number, positive
+from lightning_dp.boundary import LARGEST_NORM, PerSampleGradients
 from lightning_dp.functional import clip_factors
+
+if TYPE_CHECKING:
+    from lightning_dp.gradients.base import AbstractPerSampleGradients
 
 __all__ = [
     "AdaptiveQuantile",
@@ -27,15 +32,64 @@ __all__ = [
     "Flat",
     "ParameterGroups",
     "PerGroup",
+    "Rescaling",
     "known_clipping",
 ]
 
-_LEAST_NORM, _LARGEST_NORM = 1e-30, 1e32  # float32 has room for sums of records between them
+_LEAST_NORM = 1e-30  # float32 has room for sums of records above it
 _LARGEST_CHANGE = 50.0  # of the logarithm of C in one step: noise alone goes no further
 
 
+class Rescaling(ABC):
+    """What a rule does to gradients whose parameters are known: one factor for each of their norms."""
+
+    @abstractmethod
+    def factors(self, norms: Tensor, clip_norm: float) -> Tensor:
+        """Return what each record's gradient is multiplied with, of the shape of its norms."""
+
+    @abstractmethod
+    def relative_norms(self, norms: Tensor, clip_norm: float) -> Tensor:
+        """Return norms in units of the one from which on the rule bends, shape (n,)."""
+
+    def norms(self, gradients: AbstractPerSampleGradients) -> Tensor:
+        """Return the norms that the rule takes: of whole gradients, shape (n,)."""
+        return gradients.norms()
+
+    def rescale(
+        self, gradients: AbstractPerSampleGradients, clip_norm: float
+    ) -> PerSampleGradients:
+        """Return the gradients by this rule, whose norms are at most C."""
+        norms = self.norms(gradients)
+        return _RescaledGradients(gradients, norms, self.factors(norms, clip_norm))
+
+
+class _RescaledGradients(PerSampleGradients):
+    """Gradients times factors, of shape (n,) or (n, parameters) as their norms are."""
+
+    def __init__(
+        self, gradients: AbstractPerSampleGradients, norms: Tensor, factors: Tensor
+    ) -> None:
+        self._gradients, self._factors = gradients, factors
+        rescaled, is_lost = norms * factors, ~(norms <= LARGEST_NORM)
+        if norms.dim() > 1:
+            rescaled, is_lost = torch.linalg.vector_norm(rescaled, dim=1), is_lost.any(1)
+        self._norms = rescaled.masked_fill(is_lost, math.inf)
+
+    def norms(self) -> Tensor:
+        return self._norms
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        return self._gradients.weighted_sum(self._weights(weights))
+
+    def add_weighted_sum(self, weights: Tensor, onto: Tensor) -> None:
+        self._gradients.add_weighted_sum(self._weights(weights), onto)
+
+    def _weights(self, weights: Tensor) -> Tensor:
+        return (weights if self._factors.dim() == 1 else weights.unsqueeze(1)) * self._factors
+
+
 @dataclass(frozen=True)
-class Flat:
+class Flat(Rescaling):
     r"""clip(g) = g · min(1, C / ‖g‖): the whole gradient at one norm (Abadi et al., arXiv:1607.00133).
 
     Sensitivity C, the run's ``max_grad_norm``.
@@ -47,24 +101,25 @@ class Flat:
 
     is_constant: ClassVar[bool] = True
     """True if C is the same at every step."""
-    by_parameter: ClassVar[bool] = False
-    """True if the rule takes each parameter's norm instead of that of the whole gradient."""
 
     def bind(self, names: Sequence[str]) -> Flat:
         """Return the rule for the trained parameters of these names, in the order of flat vectors."""
         return self
 
     def factors(self, norms: Tensor, clip_norm: float) -> Tensor:
-        """Return the factor of each record, shape (n,), from its norm; C may be infinite."""
         return clip_factors(norms, clip_norm)
 
     def relative_norms(self, norms: Tensor, clip_norm: float) -> Tensor:
-        """Return norms in units of the norm from which on the rule bends, shape (n,)."""
         return norms if clip_norm == math.inf else norms / clip_norm
+
+    def rescale(
+        self, gradients: AbstractPerSampleGradients, clip_norm: float
+    ) -> PerSampleGradients:
+        return gradients  # the bounded sum does no more
 
 
 @dataclass(frozen=True)
-class Automatic:
+class Automatic(Rescaling):
     r"""clip(g) = g · C / (‖g‖ + γ): gradients of every norm count alike, and none is clipped.
 
     Sensitivity C, the run's ``max_grad_norm``, since ‖g‖ / (‖g‖ + γ) < 1. C only scales the private
@@ -85,7 +140,6 @@ class Automatic:
 
     gamma: float = 0.01
     is_constant: ClassVar[bool] = True
-    by_parameter: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         normalise(self, between("[1e-6, inf)"), "gamma", of="Automatic")
@@ -95,12 +149,10 @@ class Automatic:
         return self
 
     def factors(self, norms: Tensor, clip_norm: float) -> Tensor:
-        """Return the factor of each record, shape (n,), from its norm."""
         factors = clip_norm / (_wide(norms) + self.gamma)  # 0 or NaN where the norm is not finite
         return factors.nan_to_num_(nan=0.0).to(norms.dtype)
 
     def relative_norms(self, norms: Tensor, clip_norm: float) -> Tensor:
-        """Return norms in units of γ, shape (n,)."""
         return norms / self.gamma
 
 
@@ -142,9 +194,9 @@ class PerGroup:
             str(name): positive(f"groups[{name!r}]", norm) for name, norm in self.groups.items()
         }
         for name, norm in norms.items():
-            if not _LEAST_NORM <= norm <= _LARGEST_NORM:
+            if not _LEAST_NORM <= norm <= LARGEST_NORM:
                 raise ValueError(
-                    f"PerGroup(groups[{name!r}]={norm}) must be from {_LEAST_NORM:g} to {_LARGEST_NORM:g}."
+                    f"PerGroup(groups[{name!r}]={norm}) must be from {_LEAST_NORM:g} to {LARGEST_NORM:g}."
                 )
         object.__setattr__(self, "groups", norms)
 
@@ -178,7 +230,7 @@ class PerGroup:
 
 
 @dataclass(frozen=True)
-class ParameterGroups:
+class ParameterGroups(Rescaling):
     r"""A :class:`PerGroup` rule for the parameters of one fit, whatever their names.
 
     Group k has the clip norm :math:`C s_k` with :math:`\sum_k s_k^2 = 1`, so that all groups together
@@ -194,21 +246,20 @@ class ParameterGroups:
 
     of_parameter: tuple[int, ...]
     shares: tuple[float, ...]
-    by_parameter: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         if not (min(self.shares) > 0 and math.hypot(*self.shares) <= 1 + 1e-12):
             raise ValueError(f"The squares of {self} must sum to 1, or the sum is not bounded by C.")
 
+    def norms(self, gradients: AbstractPerSampleGradients) -> Tensor:
+        return gradients.norms_by_parameter()
+
     def factors(self, norms: Tensor, clip_norm: float) -> Tensor:
-        """Return the factor of each record and parameter, shape (n, parameters), from their norms."""
         lengths = self._lengths(norms, clip_norm)
         factors = clip_factors(lengths, 1.0)
         factors = factors.masked_fill(~lengths.isfinite().all(1, keepdim=True), 0.0)
         return factors[:, self._group(norms)].to(norms.dtype)
 
     def relative_norms(self, norms: Tensor, clip_norm: float) -> Tensor:
-        """Return the norm of each record's gradient, each group in units of its bound, shape (n,)."""
         return self._lengths(norms, clip_norm).square().sum(1).sqrt()
 
     def _lengths(self, norms: Tensor, clip_norm: float) -> Tensor:
@@ -261,10 +312,10 @@ class AdaptiveQuantile:
         normalise(self, between("(0, 1)"), "target", of="AdaptiveQuantile")
         normalise(self, positive, "rate", of="AdaptiveQuantile")
         normalise(self, number, "least", "most", of="AdaptiveQuantile")
-        if not _LEAST_NORM <= self.least <= self.most <= _LARGEST_NORM:
+        if not _LEAST_NORM <= self.least <= self.most <= LARGEST_NORM:
             raise ValueError(
                 f"AdaptiveQuantile(least={self.least}, most={self.most}) must be in this order, from "
-                f"{_LEAST_NORM:g} to {_LARGEST_NORM:g}."
+                f"{_LEAST_NORM:g} to {LARGEST_NORM:g}."
             )
 
     def bind(self, names: Sequence[str]) -> Flat:

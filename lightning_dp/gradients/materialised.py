@@ -41,6 +41,12 @@ class MaterialisedGradients(AbstractPerSampleGradients):
             return torch.zeros(0, dtype=torch.float64)
         return per_sample_norms(self._used) * abs(self._scale)
 
+    def norms_by_parameter(self) -> Tensor:
+        none = torch.zeros(self._count, dtype=torch.float64)
+        found = [none if each is None else per_sample_norms([each]) for each in self._gradients]
+        like = max(found, key=lambda norms: norms.device.type != "cpu")
+        return torch.stack([each.to(like) for each in found], dim=1) * abs(self._scale)
+
     def weighted_sum(self, weights: Tensor) -> Tensor:
         total = flat_zeros(self._params)
         self.add_weighted_sum(weights, total)
@@ -48,15 +54,16 @@ class MaterialisedGradients(AbstractPerSampleGradients):
 
     def add_weighted_sum(self, weights: Tensor, onto: Tensor) -> None:
         weights = weights * self._scale
-        is_left_out = weights == 0
-        for part, gradient in zip(parts_of(onto, self._params), self._gradients, strict=True):
+        parts = zip(parts_of(onto, self._params), self._gradients, strict=True)
+        for place, (part, gradient) in enumerate(parts):
             if gradient is None:
                 continue
-            rows = as_rows(gradient).to(part.dtype)
+            own = weights if weights.dim() == 1 else weights[:, place]
+            rows, is_left_out = as_rows(gradient).to(part.dtype), own == 0
             if rows.device.type != "cpu" or is_left_out.any():  # 0 * NaN is NaN
                 rows = rows.masked_fill(is_left_out.unsqueeze(1), 0.0)
             with full_precision(part.device):
-                part.addmv_(rows.T, weights.to(part.dtype))
+                part.addmv_(rows.T, own.to(part.dtype))
 
     def entries(self) -> Tensor:
         """Return each record's gradient as a row, shape (n, d): for few coordinates only."""

@@ -66,10 +66,12 @@ class FitEngine:
         is_automatic = module.automatic_optimization and not public
         self.choice = _choice_for(config, world, is_automatic=is_automatic)
         self.effects = SideEffects(module)
+        names = {id(param): name for name, param in module.named_parameters()}
         self.passes = RecordPasses(
             module,
             params,
             self.choice,
+            clipping=config.clipping.bind([names[id(param)] for param in params]),
             public=public,
             quietly=self._quietly,
             again=self.unchanged,
