@@ -160,7 +160,7 @@ class PrivateRun:
         self.engine: str = config.engine  # what "auto" turned out to be, once it is known
         self.optimizers: str | None = None  # which one is private, where there are several
         self.setting: Setting | None = None  # public numbers of the latest fit, once they are known
-        self.isolation = "not compared (no batch yet)" if config.isolation_probe else "opted out"
+        self.isolation = "not compared (no batch yet)" if config.checks.dry_run else "opted out"
         self.started: str | None = None  # the first charge of the checkpoint that was resumed
         self.spot_checks = 0  # steps whose batch was looked at, in all fits of this object
         self.not_compared: dict[str, int] = {}  # such steps of which nothing can be said, by reason

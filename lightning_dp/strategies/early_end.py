@@ -128,7 +128,7 @@ class PublicStops:
         end_training(self._trainer, self._run, _STOPPED.format(event, batch_idx))
 
     def _is_public(self, stops: Callable[[object], bool]) -> bool:
-        if not self._run.config.spot_checks:
+        if not self._run.config.checks.comparisons:
             return False  # nobody knows what follows the records
         return all(self._stops_where(sign, stops) for sign in (0.0, 1.0, -1.0))
 
