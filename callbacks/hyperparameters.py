@@ -30,12 +30,13 @@ def hyperparameters(run: PrivateRun) -> dict[str, Any]:
         "noise_multiplier": run.noise_multiplier,
         "noise_schedule": repr(config.noise_schedule),
         "estimator": repr(config.resolved_estimator()),
+        "clipping": repr(config.clipping),
         "postprocessing": repr(list(config.postprocessing)),
         "sampling": repr(config.sampling),
         "sample_rate": batches.sample_rate,
         "expected_batch_size": batches.expected_batch_size,
         "num_records": batches.num_records,
-        "count_clipped": config.count_clipped,
+        "count_clipped": config.counts_clipped,
         "seeded": run.is_seeded,
     }
     if run.setting is not None:

@@ -246,9 +246,12 @@ class ParameterGroups(Rescaling):
 
     of_parameter: tuple[int, ...]
     shares: tuple[float, ...]
+
     def __post_init__(self) -> None:
         if not (min(self.shares) > 0 and math.hypot(*self.shares) <= 1 + 1e-12):
-            raise ValueError(f"The squares of {self} must sum to 1, or the sum is not bounded by C.")
+            raise ValueError(
+                f"The squares of {self} must sum to 1, or the sum is not bounded by C."
+            )
 
     def norms(self, gradients: AbstractPerSampleGradients) -> Tensor:
         return gradients.norms_by_parameter()

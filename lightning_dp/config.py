@@ -146,7 +146,7 @@ class PrivacyConfig:
     target_epsilon: float | None = None
     noise_multiplier: float | None = None
     max_grad_norm: float | None = None
-    clipping: Clipping = Flat()
+    clipping: Clipping = field(default_factory=Flat)
     noise_schedule: AbstractSchedule = field(default_factory=Constant)
     estimator: AbstractEstimator | None = None
     postprocessing: Sequence[AbstractPostProcessor] = ()
@@ -315,7 +315,8 @@ class PrivacyConfig:
             )
         if isinstance(rule, PerGroup) and (self.max_grad_norm or self.estimator) is not None:
             raise ValueError(
-                f"clipping={rule} has the clip norms of its groups: leave out max_grad_norm and estimator."
+                f"clipping={rule} has the clip norms of its groups. Leave out max_grad_norm and "
+                "estimator."
             )
         if math.inf in traits.clip_norms:
             raise ValueError(f"clipping={rule} needs a finite max_grad_norm.")
@@ -342,6 +343,11 @@ class PrivacyConfig:
             f"count_clipped=True counts records whose gradient is clipped, and "
             f"{self.resolved_estimator()} clips none. Leave it out."
         )
+
+    @property
+    def counts_clipped(self) -> bool:
+        """True if the number of clipped records is released with each gradient."""
+        return self.count_clipped or not self.clipping.is_constant
 
     @property
     def is_adaptive(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,18 @@ class AbstractPostProcessor(ABC):
 
     Then it works on sharded parameters, of which each process has some entries.
     """
+
+    def filter(self, step: int, size: int) -> tuple[float, float] | None:
+        """Return (a, b) of step t: the result is a times the one before, plus b times the estimate.
+
+        Where entries are mixed, b² is what is left of the variance of independent noise in them. None
+        where it is made otherwise, and the noise in it is not known in advance.
+
+        Args:
+            step: t, from 0.
+            size: d, the number of entries.
+        """
+        return None
 
     @abstractmethod
     def init(self, params: Sequence[Tensor]) -> State:
@@ -64,6 +77,10 @@ class Momentum(AbstractPostProcessor):
 
     def __post_init__(self) -> None:
         normalise(self, between("[0, 1)"), "beta", of="Momentum")
+
+    def filter(self, step: int, size: int) -> tuple[float, float]:
+        weight = (1 - self.beta) / (1 - self.beta ** (step + 1))
+        return 1 - weight, weight
 
     def init(self, params: Sequence[Tensor]) -> State:
         return {"average": torch.zeros(number_of_entries(params)), "steps": 0}
@@ -114,6 +131,11 @@ class LaplacianSmoothing(AbstractPostProcessor):
         normalise(self, not_negative, "sigma", of="LaplacianSmoothing")
         normalise(self, flag, "per_parameter", of="LaplacianSmoothing")
 
+    def filter(self, step: int, size: int) -> tuple[float, float] | None:
+        if self.per_parameter:  # whose sizes differ, and so does what is left
+            return None
+        return 0.0, math.sqrt(variance_left(self.sigma, size))
+
     def init(self, params: Sequence[Tensor]) -> State:
         return (
             {"sizes": [number_of_entries([param]) for param in params]}
@@ -126,6 +148,24 @@ class LaplacianSmoothing(AbstractPostProcessor):
             return laplacian_smoothing(estimate, self.sigma), state
         parts = torch.split(estimate, state["sizes"])
         return torch.cat([laplacian_smoothing(part, self.sigma) for part in parts]), state
+
+
+def variance_left(sigma: float, size: int) -> float:
+    r"""Return what Laplacian smoothing leaves of the variance of independent noise in d entries.
+
+    The sum of the squared weights :math:`(ω^j + ω^{d-j}) / (\sqrt{1 + 4σ} (1 - ω^d))` of the entries j
+    places away, j from 0 to d - 1; (1 + 2σ) / (1 + 4σ)^(3/2) for d far above √σ.
+
+    Example:
+        >>> round(variance_left(1.0, size=1000), 4), variance_left(1.0, size=1)
+        (0.2683, 1.0)
+    """
+    if sigma == 0 or size == 1:
+        return 1.0
+    theta = 2 * math.asinh(0.5 / math.sqrt(sigma))  # -log ω
+    around, twice = math.exp(-size * theta), -math.expm1(-2 * theta)
+    own = (2 - twice) * -math.expm1(-2 * size * theta) / twice
+    return (own + 2 * size * around) / ((1 + 4 * sigma) * math.expm1(-size * theta) ** 2)
 
 
 def postprocessed(

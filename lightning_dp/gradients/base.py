@@ -75,8 +75,8 @@ class AbstractPerSampleGradients(ABC):
     def norms_by_parameter(self) -> Tensor:
         """L2 norm of each record's gradient for each trained parameter, shape (n, parameters)."""
         raise UnsupportedModelError(
-            f"{type(self).__name__} knows the norms of whole gradients only, which clipping=PerGroup(...) "
-            "cannot use. Take another rule or engine.",
+            f"{type(self).__name__} has norms of whole gradients only, and clipping=PerGroup(...) needs "
+            "those of each parameter. Use another rule, or another engine.",
             topic="engines",
         )
 
