@@ -9,7 +9,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_dp.about import About
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.base import AbstractAccountant, Relation
 from lightning_dp.accounting.events import AbstractExternal
@@ -17,7 +16,7 @@ from lightning_dp.callbacks.privacy_advice import PrivacyAdvice
 from lightning_dp.callbacks.privacy_logger import PrivacyLogger
 from lightning_dp.callbacks.privacy_report_files import PrivacyReportFiles
 from lightning_dp.clipping import Clipping, Flat
-from lightning_dp.config import Checks, EngineName, PrivacyConfig
+from lightning_dp.config import About, Checks, EngineName, PrivacyConfig
 from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.postprocessing import AbstractPostProcessor
 from lightning_dp.run import PrivateRun
@@ -83,8 +82,11 @@ class DifferentialPrivacy(Callback):
         about: your words about the data (its name, what a record is, who is responsible), for the
             report; see :class:`lightning_dp.About`.
         seed: repeatable noise and batches, for tests; the report says that nothing is private.
-        isolation_probe, loss_graph_check, spot_checks, gradient_edits, public_state: earlier names of
-            ``checks``' arguments, with a warning; they go with the next version.
+        isolation_probe: earlier spelling of ``checks=Checks(dry_run=...)``; goes with the next version.
+        loss_graph_check: of ``checks=Checks(loss_graph=...)``.
+        spot_checks: of ``checks=Checks(comparisons=...)``.
+        gradient_edits: of ``checks=Checks(gradient_edits=...)``.
+        public_state: of ``checks=Checks(public_state=...)``.
 
     Raises:
         ValueError: for a bad or contradictory argument, naming it.

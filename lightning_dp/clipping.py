@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_dp._precision import has_float64
 from lightning_dp._validate import between, normalise, number, positive
 from lightning_dp.boundary import LARGEST_NORM, PerSampleGradients
-from lightning_dp.functional import clip_factors
+from lightning_dp.functional import clip_factors, has_float64
 
 if TYPE_CHECKING:
     from lightning_dp.gradients.base import AbstractPerSampleGradients

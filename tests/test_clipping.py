@@ -26,7 +26,7 @@ from lightning_dp.audit import audit
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.clipping import ParameterGroups, Rescaling
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.materialised import MaterialisedGradients
+from lightning_dp.gradients.parameter_sum import MaterialisedGradients
 from lightning_dp.gradients.records import GroupedGradients
 
 NAMES = ["body.weight", "body.bias", "head.weight"]

@@ -22,17 +22,9 @@ CALLBACKS = Path(lightning_dp.callbacks.__file__).parent
 # whole folder. The root holds lazy names of everything, and nobody imports it.
 FLOORS = (
     ("_refusals",),
-    ("_validate", "_warnings", "_lazy", "help"),
-    ("_files", "_described", "_precision", "_shards", "about"),
-    (
-        "functional",
-        "_world",
-        "_noise",
-        "_generators",
-        "_norms",
-        "sparsify",
-        "losses",
-    ),
+    ("_validate", "_lazy", "help"),
+    ("_files", "_described", "_world"),
+    ("functional", "_noise", "_fix"),
     ("boundary",),
     ("accounting",),
     ("sampling", "estimators", "plan", "search"),
@@ -41,10 +33,9 @@ FLOORS = (
     ("noise_plan",),
     ("mechanism",),
     ("run",),
-    ("_module_state", "_training_step"),
+    ("_snapshot",),
     ("gradients",),
-    ("_waiting_losses",),
-    ("_checks", "_fix", "isolation"),
+    ("_checks", "isolation"),
     ("metrics", "plotting"),
     ("report",),
     ("strategies", "federated"),
@@ -168,12 +159,12 @@ PLACES: dict[str, tuple[str, ...]] = {
     "opacus": ("gradients.opacus_hooks", "_fix"),
     "torch": (
         *set(FLOOR_OF) - NUMPY_ONLY,
-        "accounting.journals",  # it reads a checkpoint
+        "accounting.ledger",  # it reads a checkpoint
         *("plan.advice", "plan.signal"),  # of a run, with its releases
     ),
     "lightning": (
-        *(*LIGHTNING, "federated.local", "_checks", "_fix", "_training_step"),
-        *("gradients.side_effects", "_module_state"),
+        *(*LIGHTNING, "federated.local", "_checks", "_fix", "_snapshot"),
+        *("gradients.side_effects", "gradients.batches"),
     ),
     "flwr": ("federated.flower",),
     **dict.fromkeys(("pytorch_lightning", "dp_accounting", "optuna", "callbacks"), ()),
