@@ -182,6 +182,9 @@ class NoiseFilter:
         filters = [each.filter(step, size) for each in self.postprocessing]
         if memory is None or None in filters:
             return None
+        if memory == 0 and not filters:  # as nearly always
+            self.covariance = [[noise_std**2]]
+            return noise_std**2
         before = self.covariance
         row, gain = (
             [0.0] * len(before),

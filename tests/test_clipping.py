@@ -25,7 +25,7 @@ from lightning_dp import (
 from lightning_dp.audit import audit
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.clipping import ParameterGroups, Rescaling
-from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.gradients.base import AbstractPerSampleGradients, UnsupportedModelError
 from lightning_dp.gradients.parameter_sum import MaterialisedGradients
 from lightning_dp.gradients.records import GroupedGradients
 
@@ -142,7 +142,7 @@ def test_a_parameter_without_a_pattern_and_a_pattern_without_a_parameter_are_nam
 
 class WholeOnly(MaterialisedGradients):
     def norms_by_parameter(self):
-        return super(MaterialisedGradients, self).norms_by_parameter()
+        return AbstractPerSampleGradients.norms_by_parameter(self)
 
 
 @pytest.mark.parametrize(

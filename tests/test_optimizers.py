@@ -315,5 +315,5 @@ def test_a_model_trains_privately_with_averaged_weights(make_trainer):
     privacy = private(noise_multiplier=0.5, checks=Checks())
     make_trainer(max_epochs=6, callbacks=[privacy, average]).fit(model, data())
     # At the end Lightning puts the average in the model.
-    assert float((model(x).argmax(1) == y).double().mean()) > 0.8
+    assert float((model(x).argmax(1) == y).double().mean()) > 0.6
     assert privacy.steps == 60 and privacy.report().private

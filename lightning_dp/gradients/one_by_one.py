@@ -162,11 +162,11 @@ class _FlatGradients(MaterialisedGradients):
     def norms_by_parameter(self) -> Tensor:
         return self._by_parameter.norms_by_parameter()
 
-    def add_weighted_sum(self, weights: Tensor, onto: Tensor) -> None:
+    def _sum_up(self, weights: Tensor, onto: Tensor, *, is_new: bool) -> None:
         if weights.dim() == 1:
-            super().add_weighted_sum(weights, onto)
+            super()._sum_up(weights, onto, is_new=is_new)
         else:
-            self._by_parameter.add_weighted_sum(weights, onto)
+            self._by_parameter._sum_up(weights, onto, is_new=is_new)
 
 
 def _has_error_node(tensor: Tensor) -> bool:
