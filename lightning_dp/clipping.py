@@ -149,7 +149,7 @@ class Automatic(Rescaling):
 
     def factors(self, norms: Tensor, clip_norm: float) -> Tensor:
         factors = clip_norm / (_wide(norms) + self.gamma)  # 0 or NaN where the norm is not finite
-        return factors.nan_to_num_(nan=0.0).to(norms.dtype)
+        return torch.nan_to_num(factors, nan=0.0).to(norms.dtype)
 
     def relative_norms(self, norms: Tensor, clip_norm: float) -> Tensor:
         return norms / self.gamma
