@@ -22,9 +22,9 @@ from lightning_dp._validate import between
 from lightning_dp.estimators.base import AbstractEstimator
 from lightning_dp.postprocessing import AbstractPostProcessor
 
-__all__ = ["DPAdamW", "NoiseFilter", "hand_over", "wants_noise_variance"]
+__all__ = ["NOISE_VARIANCE", "DPAdamW", "NoiseFilter", "with_noise_variance"]
 
-_KEY = "noise_variance"
+NOISE_VARIANCE = "noise_variance"
 
 
 class DPAdamW(AdamW):
@@ -73,7 +73,11 @@ class DPAdamW(AdamW):
         *,
         floor: float = 0.05,
     ) -> None:
-        self._own = {"floor": between("(0, 1]")("floor", floor), _KEY: 0.0, "noise_average": 0.0}
+        self._own = {
+            "floor": between("(0, 1]")("floor", floor),
+            NOISE_VARIANCE: 0.0,
+            "noise_average": 0.0,
+        }
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self.defaults.update(self._own)
 
@@ -104,7 +108,7 @@ class DPAdamW(AdamW):
     def _step(self, group: dict[str, Any]) -> None:
         params = [param for param in group["params"] if param.grad is not None]
         (beta1, beta2), lr = group["betas"], float(group["lr"])
-        noise = beta2 * group["noise_average"] + (1 - beta2) * group[_KEY]
+        noise = beta2 * group["noise_average"] + (1 - beta2) * group[NOISE_VARIANCE]
         group["noise_average"] = noise
         if not params:
             return
@@ -205,18 +209,6 @@ class NoiseFilter:
         return self.covariance[-1][-1]
 
 
-def wants_noise_variance(optimizer: Optimizer) -> bool:
-    """Tell whether an optimizer has a place for the variance of the noise.
-
-    Example:
-        >>> wants_noise_variance(AdamW([torch.zeros(1)]))
-        False
-    """
-    return any(_KEY in group for group in optimizer.param_groups)
-
-
-def hand_over(noise_variance: float | None, optimizer: Optimizer) -> None:
-    """Write the variance of the noise in ``p.grad`` into all groups that have a place for it."""
-    for group in optimizer.param_groups:
-        if _KEY in group:
-            group[_KEY] = noise_variance
+def with_noise_variance(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the parameter groups that have a place for the variance of the noise in ``p.grad``."""
+    return [group for group in optimizer.param_groups if NOISE_VARIANCE in group]

@@ -154,12 +154,12 @@ class WholeOnly(MaterialisedGradients):
         (lambda: PerGroup(["*"]), "groups="),
         (lambda: PerGroup({"*": 0.0}), "groups['*']=0.0"),
         (lambda: PerGroup({"*": math.inf}), "groups['*']=inf"),
-        (lambda: PerGroup({"*": 1e-35}), "1e-35"),
         (lambda: AdaptiveQuantile(1.0), "target=1.0"),
         (lambda: AdaptiveQuantile(rate=0.0), "rate=0.0"),
         (lambda: AdaptiveQuantile(least=0.0), "least=0.0"),
         (lambda: AdaptiveQuantile(least=2.0, most=1.0), "least=2.0"),
         (lambda: AdaptiveQuantile(most=math.inf), "most=inf"),
+        (lambda: AdaptiveQuantile(least=math.nan), "least=nan"),
     ],
 )
 def test_a_bad_argument_is_named(make, named):

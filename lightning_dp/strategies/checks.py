@@ -31,7 +31,7 @@ from lightning_dp._checks import MisconfigurationError, check_training_step
 from lightning_dp._refusals import warn
 from lightning_dp._world import is_sharded
 from lightning_dp.config import PrivacyConfig
-from lightning_dp.optimizers import NoiseFilter, wants_noise_variance
+from lightning_dp.optimizers import NoiseFilter, with_noise_variance
 from lightning_dp.sampling import BatchPlan, Poisson
 from lightning_dp.strategies.optimizers import Optimizers
 from lightning_dp.strategies.update_guard import trained_by
@@ -177,7 +177,7 @@ def check_estimator(
             topic="manual-optimization",
         )
     estimator.check(optimizers.private)
-    if wants_noise_variance(optimizers.private):
+    if with_noise_variance(optimizers.private):
         _check_noise_variance(config, module, type(optimizers.private).__name__)
 
 

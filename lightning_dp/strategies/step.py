@@ -25,7 +25,7 @@ from lightning_dp.gradients.base import OTHER_ROWS, UNANSWERED, AbstractPerSampl
 from lightning_dp.gradients.batches import leaves, loss_in
 from lightning_dp.gradients.passes import passes_of
 from lightning_dp.mechanism import Mechanism
-from lightning_dp.optimizers import hand_over
+from lightning_dp.optimizers import NOISE_VARIANCE, with_noise_variance
 from lightning_dp.sampling.loader import Chunk
 from lightning_dp.strategies.engine import FitEngine
 from lightning_dp.strategies.update_guard import SameParameters
@@ -408,7 +408,8 @@ class PrivateStep:
             estimate = mechanism.tell(held, lambda: self._answer_again(mechanism, agree))
         finally:
             self._batch.answered.clear()
-        hand_over(mechanism.noise_variance, optimizer)
+        for group in with_noise_variance(optimizer):
+            group[NOISE_VARIANCE] = mechanism.noise_variance
         for param, gradient in zip(self.params, unflatten(estimate, held), strict=True):
             param.grad = as_shard(gradient, param)
 

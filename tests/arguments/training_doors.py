@@ -143,6 +143,9 @@ TRAINING = [
         whole=("restart_every",),
     ),
     Door(Diff2, {"step_length": 0.1}, others={"restart_every": 3, "split": "optimal"}),
+    Door(Automatic, {"gamma": 0.1}),
+    Door(AdaptiveQuantile, {"target": 0.3, "rate": 0.1, "least": 0.5, "most": 2.0}),
+    Door(DPAdamW, {"floor": 0.1}, others={"params": [torch.nn.Parameter(torch.zeros(1))]}),
     Door(Storm, {"momentum": 0.5, "max_grad_norm": 1.0, "diff_norm": 1.0}),
     Door(
         CubicNewton,
