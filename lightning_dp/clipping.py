@@ -1,8 +1,8 @@
 r"""Clipping rules: how each record's gradient is scaled to a norm of at most C before the sum.
 
 A rule is public, and its factors for a record depend on the norms of that record's gradient alone.
-:func:`~lightning_dp.boundary.bounded_sum` clips whatever a rule makes of a gradient to C once more, so
-the sensitivity does not depend on this module. A gradient that is not finite becomes zero.
+:func:`~lightning_dp.boundary.bounded_sum` clips gradients times factors to C once more, so the
+sensitivity does not depend on the factors. A gradient that is not finite becomes zero.
 """
 
 from __future__ import annotations
@@ -40,6 +40,13 @@ _LARGEST_CHANGE = 50.0  # of the logarithm of C in one step: noise alone goes no
 
 class Rescaling(ABC):
     """What a rule does to gradients whose parameters are known: one factor for each of their norms."""
+
+    is_constant: ClassVar[bool] = True
+    """True if C is the same at every step."""
+
+    def bind(self, names: Sequence[str]) -> Rescaling:
+        """Return the rule for the trained parameters of these names, in the order of flat vectors."""
+        return self
 
     @abstractmethod
     def factors(self, norms: Tensor, clip_norm: float) -> Tensor:
@@ -97,13 +104,6 @@ class Flat(Rescaling):
         tensor([1.0000, 0.5000])
     """
 
-    is_constant: ClassVar[bool] = True
-    """True if C is the same at every step."""
-
-    def bind(self, names: Sequence[str]) -> Flat:
-        """Return the rule for the trained parameters of these names, in the order of flat vectors."""
-        return self
-
     def factors(self, norms: Tensor, clip_norm: float) -> Tensor:
         return clip_factors(norms, clip_norm)
 
@@ -137,14 +137,9 @@ class Automatic(Rescaling):
     """
 
     gamma: float = 0.01
-    is_constant: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         normalise(self, between("[1e-6, inf)"), "gamma", of="Automatic")
-
-    def bind(self, names: Sequence[str]) -> Automatic:
-        """Return itself: the rule takes the whole gradient."""
-        return self
 
     def factors(self, norms: Tensor, clip_norm: float) -> Tensor:
         factors = clip_norm / (_wide(norms) + self.gamma)  # 0 or NaN where the norm is not finite

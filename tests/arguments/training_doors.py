@@ -11,9 +11,12 @@ from dynamic_noise_influence import quadratic_influence
 from lightning.pytorch import LightningModule
 
 from lightning_dp import (
+    AdaptiveQuantile,
+    Automatic,
     BatchPlan,
     CubicNewton,
     Diff2,
+    DPAdamW,
     LaplacianSmoothing,
     MeanGradient,
     Momentum,
