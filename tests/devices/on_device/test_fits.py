@@ -8,51 +8,9 @@ from typing import Any
 import pytest
 import torch
 from device import DEVICE
+from models import CASES, UNCHECKED
 
-from lightning_dp import (
-    AdaptiveQuantile,
-    Automatic,
-    Checks,
-    CubicNewton,
-    Diff2,
-    DPAdamW,
-    FullBatch,
-    LaplacianSmoothing,
-    Momentum,
-    PerGroup,
-    Storm,
-)
-
-ENGINES = {
-    "layers": {"name": "cnn"},
-    "ghost": {"name": "cnn", "engine": "ghost"},
-    "attention": {"name": "attention"},
-    "records": {"name": "raw"},
-    "hooks": {"engine": "hooks"},
-    "one by one": {"engine": "one_by_one"},
-}
-ESTIMATORS = {
-    "diff2": {"estimator": Diff2(restart_every=2)},
-    "storm": {"estimator": Storm(momentum=0.5)},
-    "cubic": {"estimator": CubicNewton(1.0, 1.0, inner_steps=3, keep=20)},
-}
-GROUPS = {"clipping": PerGroup({"*.weight": 0.3, "*": 0.2}), "max_grad_norm": None}
-RULES = {
-    "groups": GROUPS,
-    "groups, ghost": {**GROUPS, "engine": "ghost"},
-    "groups, one by one": {**GROUPS, "engine": "one_by_one"},
-    "automatic": {"clipping": Automatic()},
-    "adaptive": {"clipping": AdaptiveQuantile()},
-}
-REST = {
-    "full batch": {"sampling": FullBatch()},
-    "smoothing": {"postprocessing": [LaplacianSmoothing(1.0), Momentum(0.9)]},
-    "rough smoothing": {"postprocessing": [LaplacianSmoothing(50.0)]},
-    "count": {"count_clipped": True},
-    "accumulation": {"trainer": {"accumulate_grad_batches": 2}},
-}
-CASES = {**ENGINES, **ESTIMATORS, **RULES, **REST}
-UNCHECKED = {"checks": Checks(dry_run=False, comparisons=False), "advice": False}
+from lightning_dp import DPAdamW
 
 
 @pytest.mark.parametrize("case", CASES)
