@@ -39,7 +39,7 @@ _LARGEST_CHANGE = 50.0  # of the logarithm of C in one step: noise alone goes no
 
 
 class Rescaling(ABC):
-    """What a rule does to gradients whose parameters are known: one factor for each of their norms."""
+    """A rule for known parameters: a factor for each norm of a record's gradient."""
 
     is_constant: ClassVar[bool] = True
     """True if C is the same at every step."""
