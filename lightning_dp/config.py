@@ -348,8 +348,8 @@ class PrivacyConfig:
             return
         if not (traits.asks_one_gradient and traits.queries_per_step == 1):
             raise ValueError(
-                f"clipping={rule} bounds plain gradients, and {self.resolved_estimator()} has bounds "
-                "of its own. Leave clipping out, or the estimator."
+                f"clipping={rule} bounds plain gradients, and {self.resolved_estimator()} has other "
+                "bounds. Leave clipping out, or the estimator."
             )
         if isinstance(rule, PerGroup) and (self.max_grad_norm or self.estimator) is not None:
             raise ValueError(

@@ -180,7 +180,7 @@ def config(**options):
     "estimator", [Diff2(3), Storm(0.5), CubicNewton(1.0, 1.0, 2)], ids=lambda x: type(x).__name__
 )
 def test_estimators_with_bounds_of_their_own_take_no_other_rule(estimator, rule):
-    with pytest.raises(ValueError, match="has bounds of its own"):
+    with pytest.raises(ValueError, match="has other bounds"):
         config(estimator=estimator, clipping=rule)
 
 

@@ -31,7 +31,7 @@ def test_checks_run_on_the_device_and_change_nothing(case: str, fit: Callable[..
 def test_an_optimizer_subtracts_noise_on_the_device_as_on_the_cpu() -> None:
     start, found = torch.randn(7, 3), []
     for where in (DEVICE, "cpu"):
-        weight = torch.nn.Parameter(start.to(where))
+        weight = torch.nn.Parameter(start.clone().to(where))
         optimizer = DPAdamW([weight], lr=0.1)
         for step in range(3):
             optimizer.param_groups[0]["noise_variance"] = 0.5
