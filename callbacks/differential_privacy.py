@@ -20,7 +20,7 @@ from lightning_dp.config import EngineName, PrivacyConfig
 from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.postprocessing import AbstractPostProcessor
 from lightning_dp.run import PrivateRun
-from lightning_dp.sampling import AbstractSampling, Poisson
+from lightning_dp.sampling import AbstractSampling, Poisson, UserLevel
 from lightning_dp.schedules import AbstractSchedule, Constant
 
 if TYPE_CHECKING:
@@ -51,6 +51,10 @@ class DifferentialPrivacy(Callback):
         estimator: forms the question to the data; default DP-SGD's mean of clipped gradients.
         postprocessing: applied to the private gradient, in order.
         sampling: ``Poisson()`` or ``FullBatch()``.
+        unit: what is protected: ``UserLevel(ids=..., most_rows=k)`` for users with all their rows;
+            by default each row of the data set, a record.
+        augmentations: K >= 1, times that each record of a batch is read; the mean of its K gradients
+            is clipped. ε does not depend on it, and ``__getitem__`` makes another view each time.
         relation: "add_remove" or "replace_one".
         accountant: computes ε.
         engine: computes gradients per record: "layers" (the whole batch at once, by the types of its
@@ -116,6 +120,8 @@ class DifferentialPrivacy(Callback):
         estimator: AbstractEstimator | None = None,
         postprocessing: Sequence[AbstractPostProcessor] = (),
         sampling: AbstractSampling | None = None,
+        unit: UserLevel | None = None,
+        augmentations: int = 1,
         relation: Relation = "add_remove",
         accountant: AbstractAccountant | None = None,
         engine: EngineName = "auto",
@@ -142,6 +148,8 @@ class DifferentialPrivacy(Callback):
                 estimator=estimator,
                 postprocessing=postprocessing,
                 sampling=Poisson() if sampling is None else sampling,
+                unit=unit,
+                augmentations=augmentations,
                 relation=relation,
                 accountant=PLDAccountant() if accountant is None else accountant,
                 engine=engine,

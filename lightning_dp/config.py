@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from lightning_dp._described import Data, check_same, described
 from lightning_dp._validate import (
@@ -22,6 +22,7 @@ from lightning_dp._validate import (
     positive,
     probability,
     seed,
+    whole,
     whole_from_0,
 )
 from lightning_dp.about import About
@@ -30,7 +31,8 @@ from lightning_dp.accounting.events import AbstractExternal
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.estimators import AbstractEstimator, MeanGradient
 from lightning_dp.postprocessing import AbstractPostProcessor
-from lightning_dp.sampling import AbstractSampling, Poisson
+from lightning_dp.sampling import AbstractSampling, Poisson, UserLevel
+from lightning_dp.sampling.units import RowsOfUnits
 from lightning_dp.schedules import AbstractSchedule, Constant
 
 __all__ = ["EngineName", "PrivacyConfig", "known_engine"]
@@ -60,6 +62,10 @@ class PrivacyConfig:
         estimator: forms the question to the data; default ``MeanGradient(max_grad_norm)``, DP-SGD.
         postprocessing: applied in order to the private estimate.
         sampling: ``Poisson()`` (default) or ``FullBatch()``.
+        unit: what is protected: ``UserLevel(ids=..., most_rows=k)`` for users with all their rows;
+            by default each row of the data set, a record.
+        augmentations: K >= 1, times that each record of a batch is read; the mean of its K gradients
+            is clipped. ε does not depend on it, and ``__getitem__`` makes another view each time.
         relation: neighbouring data sets differ by adding or removing a record ("add_remove"), or
             by replacing one ("replace_one").
         accountant: computes ε; default the tight numerical one.
@@ -118,6 +124,8 @@ class PrivacyConfig:
     estimator: AbstractEstimator | None = None
     postprocessing: Sequence[AbstractPostProcessor] = ()
     sampling: AbstractSampling = field(default_factory=Poisson)
+    unit: UserLevel | None = None
+    augmentations: int = 1
     relation: Relation = "add_remove"
     accountant: AbstractAccountant = field(default_factory=PLDAccountant)
     engine: EngineName = "auto"
@@ -157,6 +165,7 @@ class PrivacyConfig:
         normalise(self, optional(not_negative), "noise_multiplier")
         normalise(self, optional(above_0), "max_grad_norm")
         normalise(self, optional(seed), "seed")
+        normalise(self, whole, "augmentations")
         for name in (
             "isolation_probe",
             "loss_graph_check",
@@ -199,6 +208,15 @@ class PrivacyConfig:
             )
         normalise(self, one_of(get_args(Relation)), "relation")
         normalise(self, known_engine, "engine")
+        if self.unit is not None and not isinstance(self.unit, UserLevel):
+            raise TypeError(
+                f"unit={type(self.unit).__name__} must be a UserLevel(ids=..., most_rows=...)."
+            )
+        if self.has_several_rows and self.engine == "hooks":
+            raise ValueError(
+                "engine='hooks' has a gradient for each row, and with unit or augmentations a unit has "
+                "several rows. Leave the engine at 'auto'."
+            )
 
     def _check_schedule(self) -> None:
         if self.is_adaptive and self.target_epsilon is None:
@@ -259,6 +277,24 @@ class PrivacyConfig:
         return self.noise_schedule.chosen == "at run time"
 
     @property
+    def has_several_rows(self) -> bool:
+        """True if a unit of privacy may have several rows in a batch."""
+        return self.unit is not None or self.augmentations > 1
+
+    @property
+    def unit_word(self) -> str:
+        """The word for one unit of privacy."""
+        return "record" if self.unit is None else "user"
+
+    def rows_of_units(self, dataset: Any) -> RowsOfUnits | None:
+        """Return the rows of each unit of a training set; None where each row is one, read once."""
+        if self.unit is not None:
+            return self.unit.rows_of(dataset, self.augmentations)
+        if self.augmentations > 1:
+            return RowsOfUnits.single(len(dataset), self.augmentations)
+        return None
+
+    @property
     def runs_each_record_alone(self) -> bool:
         """True if the user's code is given batches of one record each."""
         return self.engine == "one_by_one"
@@ -282,6 +318,8 @@ class PrivacyConfig:
             "noise_schedule": self.noise_schedule,
             "postprocessing": self.postprocessing,
             "sampling": self.sampling,
+            "unit": self.unit if self.unit is None else repr(self.unit),  # without the ids
+            "augmentations": self.augmentations,
             "private_optimizer": self.private_optimizer,
             "count_clipped": self.count_clipped,
         }

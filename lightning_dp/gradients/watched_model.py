@@ -20,10 +20,11 @@ from lightning_dp.gradients.base import (
     OtherRowsError,
     UnsupportedModelError,
 )
-from lightning_dp.gradients.batches import DEFAULT_LAYOUT, SampleBatch
+from lightning_dp.gradients.batches import DEFAULT_LAYOUT, RowOwners, SampleBatch
 from lightning_dp.gradients.compiled import CompiledParts, as_written
 from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.gradients.graph import CoupledLossError, check_loss_graph
+from lightning_dp.gradients.unit_means import UnitMeans
 
 __all__ = ["NoLoss", "RawGradientGuard", "RawGradientHookError", "WatchedModel", "WrapEngine"]
 
@@ -135,6 +136,7 @@ class WatchedModel:
     ) -> None:
         self._module, self._params, self._choice = module, params, choice
         self._wrap, self._checks_graph = wrap, loss_graph_check
+        self._owners: RowOwners | None = None  # of the latest pass
         self.engine = self._attached()
         """The engine in use."""
         others = {id(param) for param in public}
@@ -202,17 +204,25 @@ class WatchedModel:
 
     # -- a pass ------------------------------------------------------------------------------------
 
-    def run(self, forward: Forward, batch: Any, size: int, around: Around | None = None) -> Any:
+    def run(
+        self,
+        forward: Forward,
+        batch: Any,
+        size: int,
+        around: Around | None = None,
+        owners: RowOwners | None = None,
+    ) -> Any:
         """Run a forward pass under the engine, whose hooks are on the model then and at no other time.
 
         Args:
             forward: of a batch.
             batch: goes in.
-            size: how many records it has.
+            size: how many rows of the data set it has.
             around: as for :meth:`AbstractGradientEngine.run`.
+            owners: the units to which they belong; None if each is one.
         """
         with self._watching():
-            output = self.engine.run(forward, self._batch(batch, size), around)
+            output = self.engine.run(forward, self._batch(batch, size, owners), around)
         if self.engine.one_record:  # which goes back at once, where there are several
             self._refuse_inside()
         return output
@@ -234,8 +244,9 @@ class WatchedModel:
         """
         return nullcontext() if self.engine.one_record else self._compiled.as_written()
 
-    def _batch(self, batch: Any, size: int) -> SampleBatch:
-        return SampleBatch(batch, size, self._choice.layout or DEFAULT_LAYOUT)
+    def _batch(self, batch: Any, size: int, owners: RowOwners | None) -> SampleBatch:
+        self._owners = owners
+        return SampleBatch(batch, size, self._choice.layout or DEFAULT_LAYOUT, owners)
 
     def check_loss(self, loss: Tensor, size: int) -> None:
         """Refuse a loss that mixes records by more than sums, before its backward pass.
@@ -268,7 +279,13 @@ class WatchedModel:
             scale: undoes a division of the loss.
         """
         self._raw.touched()
-        return self.engine.take(scale)
+        return self._of_units(self.engine.take(scale))
+
+    def _of_units(self, found: AbstractPerSampleGradients) -> AbstractPerSampleGradients:
+        """Return the mean of each unit's rows, of engines that give scaled sums over them."""
+        if self._owners is None or self.engine.one_record:
+            return found
+        return UnitMeans.of(found, self._owners)
 
     def along(
         self,
@@ -278,11 +295,12 @@ class WatchedModel:
         direction: Tensor,
         weights: tuple[float, float],
         around: Around | None = None,
+        owners: RowOwners | None = None,
     ) -> AbstractPerSampleGradients:
         """Return w g_i + w' H_i u of each record, as :meth:`AbstractGradientEngine.along`.
 
         Args:
-            forward, batch, size, around: as for :meth:`run`.
+            forward, batch, size, around, owners: as for :meth:`run`.
             direction, weights: see there.
 
         Raises:
@@ -290,7 +308,7 @@ class WatchedModel:
         """
 
         def run_again() -> Tensor:
-            loss = loss_in(self.engine.run(forward, self._batch(batch, size), around))
+            loss = loss_in(self.engine.run(forward, self._batch(batch, size, owners), around))
             if not is_differentiable(loss):
                 raise NoLoss
             self.check_loss(loss, size)
@@ -298,7 +316,7 @@ class WatchedModel:
 
         try:
             with as_written(), self._watching():
-                return self.engine.along(run_again, direction, weights)
+                return self._of_units(self.engine.along(run_again, direction, weights))
         finally:
             self._raw.touched()
 

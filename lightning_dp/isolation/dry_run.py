@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from lightning_dp.isolation.made_up import SampleMaker, lengths_in
 from lightning_dp.isolation.outcome import CURES, Outcome
 from lightning_dp.isolation.replay import Runner
 from lightning_dp.isolation.state import TwinState
+from lightning_dp.isolation.variants import UnitRows
 
 __all__ = ["DryRun", "find_layout", "mean_or_sum"]
 
@@ -43,10 +45,11 @@ class DryRun:
     Args:
         like: the sample; None if there is none.
         have_lengths: the ``collate_fn`` may take samples of several lengths.
+        in_units: samples are compared in units of several rows.
     """
 
-    def __init__(self, like: Any, *, have_lengths: bool = True) -> None:
-        self._have_lengths = have_lengths
+    def __init__(self, like: Any, *, have_lengths: bool = True, in_units: bool = False) -> None:
+        self._have_lengths, self._in_units = have_lengths, in_units
         self._maker = None if like is None else SampleMaker(like, _CLASSES)
 
     def samples(self, count: int, *, are_longer: bool = True) -> list[Any]:
@@ -109,13 +112,13 @@ class DryRun:
             UnsupportedModelError: where a record alone has no gradient.
         """
         count = _FEWEST if runner.passes.watched.engine.one_record else _SAMPLES
-        samples = self.samples(count)
+        samples = self._units(count)
         try:
             first = _norms(runner, samples, 0)
         except UnsupportedModelError:
             raise
         except Exception:  # made-up lengths that it does not take
-            samples = self.samples(count, are_longer=False)
+            samples = self._units(count, are_longer=False)
             first = _norms(runner, samples, 0)
         is_constant = not bool((first > _NOTHING).any())
         if (
@@ -126,6 +129,13 @@ class DryRun:
             raise UnsupportedModelError(_CONSTANT, topic="coupled-records")
         finite = first[first.isfinite()]
         return samples, float(finite.max()) if len(finite) else 0.0
+
+    def _units(self, count: int, *, are_longer: bool = True) -> list[Any]:
+        """Return made-up units: single samples, or some with two rows and some with one."""
+        if not self._in_units:
+            return self.samples(count, are_longer=are_longer)
+        rows = iter(self.samples(count + count // 2, are_longer=are_longer))
+        return [UnitRows(islice(rows, 1 + place % 2)) for place in range(count)]
 
     def _compared(
         self,

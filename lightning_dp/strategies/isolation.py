@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from functools import partial
+from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
@@ -31,7 +32,7 @@ from lightning_dp.isolation.outcome import BY_CONSTRUCTION, Outcome
 from lightning_dp.isolation.replay import Pipeline, Runner
 from lightning_dp.isolation.schedule import Schedule
 from lightning_dp.isolation.state import Marks, TwinState
-from lightning_dp.isolation.variants import own_copies
+from lightning_dp.isolation.variants import UnitRows, own_copies
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import FullBatch
 from lightning_dp.sampling.at_once import collates_as_torch
@@ -138,7 +139,11 @@ class IsolationWatch:
             return
         dry = None
         if config.isolation_probe:
-            dry = DryRun(self._sample(chunk), have_lengths=not self._collates_as_torch)
+            dry = DryRun(
+                self._sample(chunk),
+                have_lengths=not self._collates_as_torch,
+                in_units=config.has_several_rows,
+            )
         layout = DEFAULT_LAYOUT
         if not self._collates_as_torch:
             collate, transfer = self._collate_and_transfer(self._loader)
@@ -249,10 +254,14 @@ class IsolationWatch:
             if not (self._keeps_something() or was_written):
                 return
             names = names[:_FEW]
-        records = [chunk.records[place] for place in names]
-        samples: Sequence[Any] = records
+        units = [chunk.units[place] for place in names]
+        rows: Sequence[Any] = [row for unit in units for row in unit]
         if not _reads_together(loader):
-            samples = self._read(records)
+            rows = self._read(rows)
+        samples: Sequence[Any] = rows
+        if chunk.owners:
+            left = iter(rows)
+            samples = [UnitRows(islice(left, len(unit))) for unit in units]
         runner = self._runner(loader, *args[1:])
         runner.without_dropout = look % 2 == 0
         if was_written:
