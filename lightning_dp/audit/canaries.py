@@ -152,6 +152,11 @@ def _check(privacy: PrivacyConfig, num_canaries: int, confidence: float) -> None
             "engine='one_by_one' has no chunk to put canaries in. Audit with engine='auto': what "
             "is audited comes after the gradients, and is the same for all engines."
         )
+    if privacy.has_several_rows:
+        raise ValueError(
+            "Canaries are single rows. Audit without unit and augmentations: what is audited comes "
+            "after the gradients, and is the same for all units."
+        )
     estimator = privacy.resolved_estimator()
     if estimator.traits.queries_per_step > 1 or estimator.traits.uses_hessian:
         raise ValueError(f"{estimator} asks several queries per step, which are not audited.")

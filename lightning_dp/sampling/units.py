@@ -195,6 +195,6 @@ def _numbered(ids: Any) -> Integers:
 
 _UNHASHABLE = "UserLevel(ids=...) holds ids that cannot be compared. Give whole numbers or texts."
 _NO_ID = (
-    "UserLevel(ids=...): a row has no id (None or NaN), so that nobody knows whose it is. Leave such rows "
-    "out of the training set, or give each the id of its user."
+    "UserLevel(ids=...): a row has no id (None or NaN), so that nobody knows whose it is. Leave such "
+    "rows out of the training set, or give each the id of its user."
 )

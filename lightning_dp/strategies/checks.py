@@ -161,6 +161,13 @@ def check_estimator(
             "public, as several optimizers need it. Use engine='layers'.",
             topic="several-optimizers",
         )
+    if optimizers.public and config.has_several_rows:
+        raise MisconfigurationError(
+            "With several optimizers, generated rows belong to single records, and with unit or "
+            "augmentations a batch has several rows of one unit. Train with one optimizer, or leave "
+            "unit and augmentations out.",
+            topic="several-optimizers",
+        )
     if step.one_record and not is_automatic:
         raise MisconfigurationError(
             "engine='one_by_one' runs training_step once for each record, and manual optimization "
@@ -179,19 +186,19 @@ def check_estimator(
 
 def weak_settings(config: PrivacyConfig, batches: BatchPlan) -> Iterator[tuple[str, str]]:
     """Yield topic and text of a warning for each setting under which ε says less than it seems to."""
-    delta, records = config.target_delta, batches.num_records
+    delta, records, unit = config.target_delta, batches.num_records, config.unit_word
     if not delta * records < 1:
         warning = (
             f"target_delta={delta:g} is not below 1/N = {1 / records:.3g} for the N = {records} "
-            "records of the training set. At such a δ, a mechanism that publishes a record of one "
-            "person in clear, chosen at random, is called private, whatever ε is. Choose δ well "
+            f"{unit}s of the training set. At such a δ, a mechanism that publishes a {unit}'s data in "
+            "clear, chosen at random, is called private, whatever ε is. Choose δ well "
             f"below 1/N, {_well_below(records):g} say."
         )
         yield "delta-too-large", warning
     if isinstance(config.sampling, Poisson) and not batches.sample_rate < 1:
         warning = (
             f"The batch size (batch_size · accumulate_grad_batches · processes) reaches the {records} "
-            "records of the training set, so each step uses all of them: sampling hides nobody, and a "
+            f"{unit}s of the training set, so each step uses all of them: sampling hides nobody, and a "
             "step costs as much ε as it can. If that is meant, say sampling=FullBatch(); else give "
             "the DataLoader a smaller batch_size."
         )
@@ -254,6 +261,8 @@ def _check_settings(config: PrivacyConfig, optimizers: Optimizers) -> None:
         parts.append(f"noise_schedule={config.noise_schedule}")
     if config.count_clipped:
         parts.append("count_clipped=True")
+    if config.has_several_rows:
+        parts.append("unit=UserLevel(...) or augmentations > 1")
     if config.engine not in ("auto", "layers", "bookkeeping", "ghost"):
         parts.append(f"engine={config.engine!r}")
     if optimizers.public:
