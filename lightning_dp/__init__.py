@@ -23,6 +23,7 @@ __all__ = [
     "AbstractSchedule",
     "ApproximateDP",
     "BatchPlan",
+    "Checks",
     "Constant",
     "Cosine",
     "CubicNewton",
@@ -64,7 +65,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from lightning_dp.accounting import ZCDP, ApproximateDP, PLDAccountant, StreamingRDPAccountant
     from lightning_dp.boundary import Query, Term
     from lightning_dp.callbacks import DifferentialPrivacy
-    from lightning_dp.config import PrivacyConfig
+    from lightning_dp.config import Checks, PrivacyConfig
     from lightning_dp.estimators import AbstractEstimator, CubicNewton, Diff2, MeanGradient, Storm
     from lightning_dp.gradients.batches import rows_of_records
     from lightning_dp.losses import losses_of_records

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from lightning_dp._checks import check_loader
 from lightning_dp._validate import probability, whole
 from lightning_dp.accounting import PLDAccountant
+from lightning_dp.accounting.base import epsilon_text
 from lightning_dp.accounting.events import AbstractEvent
-from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.audit.bounds import (
     Errors,
     FloatArray,
@@ -34,7 +34,7 @@ from lightning_dp.audit.bounds import (
 )
 from lightning_dp.audit.planted import Canaries, CanaryData, CanaryEngine, WatchedEstimator
 from lightning_dp.callbacks import PrivacyLogger
-from lightning_dp.config import PrivacyConfig
+from lightning_dp.config import Checks, PrivacyConfig
 from lightning_dp.gradients import AbstractGradientEngine
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.strategy import DifferentialPrivacyStrategy, install
@@ -202,8 +202,7 @@ def _run(
         privacy,
         estimator=WatchedEstimator(privacy.resolved_estimator(), canaries, batch_size),
         max_grad_norm=None,
-        isolation_probe=False,
-        spot_checks=False,
+        checks=Checks(dry_run=False, comparisons=False),
         ledger_dir=folder,
     )
     run = PrivateRun(config)

@@ -74,7 +74,7 @@ class FitEngine:
             quietly=self._quietly,
             again=self.unchanged,
             wrap=wrap,
-            loss_graph_check=config.loss_graph_check,
+            loss_graph_check=config.checks.loss_graph,
         )
         self.watched = self.passes.watched
 

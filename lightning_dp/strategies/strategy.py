@@ -240,7 +240,9 @@ class DifferentialPrivacyStrategy(Strategy):
         if engine.watched.compiled_note is not None:
             rank_zero_info(f"privacy: {engine.watched.compiled_note}.")
         step = PrivateStep(module, parameters, engine, device)
-        edits = GradientGuard(trainer, trained, is_declared=run.config.gradient_edits is not None)
+        edits = GradientGuard(
+            trainer, trained, is_declared=run.config.checks.gradient_edits is not None
+        )
         return Fit(
             folder,
             step,

@@ -43,6 +43,7 @@ from lightning_dp.audit import check_isolation
 from lightning_dp.audit.bounds import one_run_p_value
 from lightning_dp.boundary import Query
 from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.config import Checks
 from lightning_dp.estimators import Storm, Traits
 from lightning_dp.federated import InverseRootSteps
 from lightning_dp.functional import clip_factors, laplacian_smoothing
@@ -91,13 +92,10 @@ CONFIGURATION = {
     "max_grad_norm": 1.0,
     "noise_multiplier": 1.0,
     "seed": 3,
-    "isolation_probe": True,
-    "loss_graph_check": True,
-    "spot_checks": True,
     "advice": True,
     "count_clipped": False,
 }
-FLAGS = ("isolation_probe", "loss_graph_check", "spot_checks", "advice", "count_clipped")
+FLAGS = ("advice", "count_clipped")
 
 
 class OneLayer(LightningModule):
@@ -265,6 +263,11 @@ TRAINING = [
         {"keep": 3, "seed": 1, "round_": 0},
         whole=("keep", "seed", "round_"),
         others={"u": torch.ones(10)},
+    ),
+    Door(
+        Checks,
+        {"dry_run": True, "loss_graph": True, "comparisons": True},
+        flags=("dry_run", "loss_graph", "comparisons"),
     ),
     Door(
         check_isolation,
