@@ -154,8 +154,9 @@ class SampleBatch:
         if self.size < 2:
             return [self.value]
         self.check()
-        places = torch.arange(self.size).split(1) if self.owners is None else self.owners.places()
-        return [self.of(each).value for each in places]
+        if self.owners is not None:
+            return [self.of(places).value for places in self.owners.places()]
+        return [self.of(torch.tensor([place])).value for place in range(self.size)]
 
     def map(self, of_samples: Callable[[Leaf], Leaf]) -> Any:
         """Return the value in new containers, with the leaves that hold samples replaced."""
@@ -350,7 +351,7 @@ class RowOwners:
             )
         most, order, places = self._moves
         if order is None:
-            return rows.unflatten(0, (self.records, most))
+            return rows.view(self.records, most, *rows.shape[1:])
         padded = rows.new_zeros(self.records * most, *rows.shape[1:])
         padded.index_copy_(0, places.to(rows.device), rows[order.to(rows.device)])
         return padded.view(self.records, most, *rows.shape[1:])

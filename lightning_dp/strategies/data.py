@@ -51,8 +51,8 @@ def make_private_loader(
     num_records = len(checked.dataset if units is None else units)  # type: ignore[arg-type]
     if num_records != (of_lead := world.broadcast(num_records)):
         raise RefusedSetting(
-            f"Rank {world.rank} has a training set of {num_records} {run.config.unit_word}s, rank 0 of "
-            f"{of_lead}. Every rank must see the same data set; each draws from its own shard.",
+            f"Rank {world.rank} has a training set of {num_records} {run.config.unit_word}s, rank 0 "
+            f"one of {of_lead}. Every rank must see the same data set; each draws from its own shard.",
             topic="ranks-differ",
         )
     plan = run.config.sampling.plan(

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_dp import Checks, CubicNewton, Diff2, FullBatch, PrivacyConfig
+from lightning_dp import Checks, CubicNewton, Diff2, FullBatch, PrivacyConfig, UserLevel
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.accounting.journal import read_journal
 from lightning_dp.callbacks import DifferentialPrivacy, PrivateDDPStrategy
@@ -164,6 +164,26 @@ def clipped(folder: Path, engine: str = "auto") -> dict[str, Any]:
         "sample_rates": [event.sample_rate for event, _ in run.ledger.history()],
         "steps": run.steps,
         "engine": run.engine,
+    }
+
+
+def users(folder: Path) -> dict[str, Any]:
+    """Users of one to six rows, each on one rank; no noise."""
+    model, owners = Model(rank()), [row * row // 60 for row in range(51)]
+    privacy = {
+        "noise_multiplier": 0.0,
+        "max_grad_norm": 0.8,
+        "sampling": FullBatch(),
+        "unit": UserLevel(owners, most_rows=9),
+        "checks": Checks(dry_run=False, comparisons=False),
+    }
+    _, callback = fit(model, numbered(51), 4, privacy, folder, max_epochs=2)
+    return {
+        "at_start": model.at_start,
+        "flat": flat(model.net),
+        "chunks": model.chunks,
+        "owners": owners,
+        "records": callback.report().num_records if callback else None,
     }
 
 
@@ -442,7 +462,7 @@ def edited_at_once(folder: Path) -> dict[str, Any]:
 # -- all ----------------------------------------------------------------------------------------------
 
 ON_TWO: list[Callable[[Path], dict[str, Any]]] = [
-    *(plain, clipped, ghost, diff2, cubic, noise, sparse, calibrated, resumed, alone),
+    *(plain, clipped, users, ghost, diff2, cubic, noise, sparse, calibrated, resumed, alone),
     *(lengths, no_journal, voided, voided_apart, mixed, edited, edited_at_once),
 ]
 
