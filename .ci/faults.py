@@ -30,6 +30,7 @@ TESTS = [
     "tests/accounting",
     "tests/estimators/test_two_points.py",
     "tests/strategies/test_sensitivity.py",
+    "tests/strategies/test_units.py",
     "tests/strategies/test_weights.py",
     "tests/strategies/test_edits.py",
     "tests/test_module_state.py",
@@ -38,6 +39,7 @@ TESTS = [
     "tests/gradients/test_traps.py",
     "tests/gradients/test_contract_options.py",
     "tests/gradients/test_contract.py",
+    "tests/gradients/test_units.py",
     "tests/isolation/test_comparison.py",
     "tests/isolation/test_schedule.py",
     "tests/isolation/test_state.py",
@@ -160,9 +162,16 @@ FAULTS = (
     ),
     Fault(
         "nothing_exchanged",
-        "exchanged[place] = samples[kept[given % len(kept)]]",
+        "exchanged[place] = _like(samples[place], samples[kept[given % len(kept)]])",
         "if 0 else samples[place]",
     ),
+    Fault(
+        "rows_clipped_instead_of_users",
+        "self.pending.append(chunk",
+        "if not owners else Chunk(position + offset, len(records), first, rate, last, records)",
+    ),
+    Fault("all_rows_of_a_user_read", "if len(own) <= self.most_rows", "or True"),
+    Fault("sums_of_views_for_their_mean", "owners.counts.double()", "** 0"),
 )
 
 
