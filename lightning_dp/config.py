@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, asdict, dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
 from lightning_dp._described import Data, check_same, described
@@ -26,7 +26,6 @@ from lightning_dp._validate import (
     whole,
     whole_from_0,
 )
-from lightning_dp.about import About
 from lightning_dp.accounting.base import LEAST_EPSILON, AbstractAccountant, Relation
 from lightning_dp.accounting.events import AbstractExternal
 from lightning_dp.accounting.pld import PLDAccountant
@@ -36,7 +35,7 @@ from lightning_dp.sampling import AbstractSampling, Poisson, UserLevel
 from lightning_dp.sampling.units import RowsOfUnits
 from lightning_dp.schedules import AbstractSchedule, Constant
 
-__all__ = ["Checks", "EngineName", "PrivacyConfig", "known_engine"]
+__all__ = ["About", "Checks", "EngineName", "PrivacyConfig", "known_engine"]
 
 EngineName: TypeAlias = Literal[
     "auto", "records", "layers", "bookkeeping", "ghost", "hooks", "one_by_one"
@@ -82,6 +81,45 @@ class Checks:
         normalise(self, flag, "dry_run", "loss_graph", "comparisons", of="Checks")
         normalise(self, optional(_declaration), "gradient_edits", of="Checks")
         normalise(self, _names, "public_state", of="Checks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """The user's words about the data, printed in the report as stated and unchecked.
+
+    They change nothing in the training, and a resumed run may state others.
+
+    Args:
+        data_set: name of the training data and, if it has several, its version. Journals of other
+            trainings are added up with this one only under the same name; without one, if the
+            number of records is the same.
+        record: the meaning of one record outside of the program ("one visit of a patient"). Without
+            it the report counts one row as a record.
+        controller: who is responsible for the data.
+        trained_by: who made the training, if that is somebody else.
+
+    Raises:
+        ValueError: if a text is empty or has several lines.
+        TypeError: if one is not a string.
+
+    Example:
+        >>> About(data_set="MNIST, training part", record="one picture of a digit").to_dict()
+        {'data_set': 'MNIST, training part', 'record': 'one picture of a digit'}
+
+        Then ``DifferentialPrivacy(target_epsilon=3.0, target_delta=1e-5, about=About(...))``.
+    """
+
+    data_set: str | None = None
+    record: str | None = None
+    controller: str | None = None
+    trained_by: str | None = None
+
+    def __post_init__(self) -> None:
+        normalise(self, optional(one_line), *asdict(self), of="About")
+
+    def to_dict(self) -> dict[str, str]:
+        """Return what is stated."""
+        return {name: text for name, text in asdict(self).items() if text is not None}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy.optimize import brentq
 
-from lightning_dp._refusals import RefusedSetting
+from lightning_dp._refusals import RefusedSetting, warn
 from lightning_dp._validate import listed, number, positive, whole
-from lightning_dp._warnings import warn
 from lightning_dp.accounting.base import (
     LEAST_EPSILON,
     AbstractAccountant,

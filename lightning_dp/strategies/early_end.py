@@ -11,11 +11,11 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_dp._checks import MisconfigurationError
-from lightning_dp._training_step import loss_in
-from lightning_dp._warnings import warn
+from lightning_dp._refusals import warn
 from lightning_dp._world import World
 from lightning_dp.accounting.base import epsilon_text
 from lightning_dp.accounting.events import VoidedRunError
+from lightning_dp.gradients.batches import loss_in
 from lightning_dp.isolation.state import TwinState
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.run import PrivateRun

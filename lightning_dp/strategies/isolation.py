@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
 from lightning_dp._checks import MisconfigurationError
-from lightning_dp._generators import OWN_GENERATORS, RandomState, put_back, state_of
-from lightning_dp._module_state import Snapshot
-from lightning_dp._warnings import warn
+from lightning_dp._refusals import warn
+from lightning_dp._snapshot import OWN_GENERATORS, RandomState, Snapshot, put_back, state_of
 from lightning_dp._world import World
 from lightning_dp.boundary import Query
 from lightning_dp.gradients import ALONE, UnsupportedModelError

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_dp._checks import MisconfigurationError
 from lightning_dp._refusals import RefusedRun
-from lightning_dp._shards import held_here
+from lightning_dp._world import held_here
 
 __all__ = [
     "GradientGuard",

@@ -46,7 +46,7 @@ from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.config import Checks
 from lightning_dp.estimators import Storm, Traits
 from lightning_dp.federated import InverseRootSteps
-from lightning_dp.functional import clip_factors, laplacian_smoothing
+from lightning_dp.functional import clip_factors, laplacian_smoothing, random_k, shared_mask
 from lightning_dp.metrics import PrivacyBudget
 from lightning_dp.plan import TrainingPlan, learning_rate, plan_training, suggest
 from lightning_dp.plotting import plot_schedule
@@ -60,7 +60,6 @@ from lightning_dp.schedules import (
     StepDecay,
 )
 from lightning_dp.search import Search
-from lightning_dp.sparsify import random_k, shared_mask
 from tests.arguments.door import Door
 
 STEPS = [(Gaussian(3.0), 10)]

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import DataLoader, Subset
 
 from lightning_dp import About, Checks
-from lightning_dp._warnings import PrivacyWarning
+from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.plan.advice import before
 from lightning_dp.strategies import earlier_training

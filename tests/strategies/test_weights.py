@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD
 
 from lightning_dp import Checks, CubicNewton, Diff2
-from lightning_dp._warnings import PrivacyWarning
+from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
 

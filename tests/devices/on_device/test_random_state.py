@@ -13,8 +13,8 @@ from scipy import stats
 from torch import Tensor, nn
 
 from lightning_dp import Checks, Diff2
-from lightning_dp._generators import RandomState
 from lightning_dp._noise import NoiseSource
+from lightning_dp._snapshot import RandomState
 
 THERE = torch.device(DEVICE, 0)
 

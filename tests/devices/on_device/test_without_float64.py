@@ -12,8 +12,8 @@ from device import DEVICE, IS_PRETENDED, without_float64
 from torch import Tensor, nn
 
 from lightning_dp import Checks, CubicNewton, Diff2, LaplacianSmoothing
-from lightning_dp._precision import has_float64
 from lightning_dp.boundary import bounded_sum
+from lightning_dp.functional import has_float64
 from lightning_dp.gradients.engines import EngineChoice
 
 CASES = {

@@ -23,8 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import Checks, Diff2, Momentum, Storm
 from lightning_dp._noise import NoiseSource
-from lightning_dp._shards import as_shard, held_here, is_sharded
-from lightning_dp._world import World
+from lightning_dp._world import World, as_shard, held_here, is_sharded
 from lightning_dp.boundary import Query, Term, add_noise, begin_with_noise, bounded_sum
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.functional import flatten
