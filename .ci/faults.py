@@ -190,14 +190,16 @@ def planted(fault: Fault, scratch: Path, tests: list[str]) -> str:
     keep = shutil.ignore_patterns(
         ".git", "__pycache__", "venv", "*.egg-info", "build", ".mypy_cache"
     )
-    shutil.copytree(ROOT, root, ignore=keep)
+    shutil.copytree(ROOT, root, ignore=keep, symlinks=True)
     path = package_file(root, fault)
     text = path.read_text(encoding="utf-8")
     text = text.replace(fault.text, f"{fault.text} {fault.added}")
     compile(text, str(path), "exec")  # what is no Python would be seen by any test
     path.write_text(text, encoding="utf-8")
     # An editable install finds what is not in the copy: so the copy has all of it.
-    (root / "lightning_dp" / "callbacks").symlink_to(root / "callbacks")
+    link = root / "lightning_dp" / "callbacks"
+    if not link.exists():  # a checkout that ran without an installation has it
+        link.symlink_to(root / "callbacks")
     environment = {**os.environ, "PYTHONPATH": str(root)}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(

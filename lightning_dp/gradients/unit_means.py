@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.batches import RowOwners
-from lightning_dp.gradients.materialised import MaterialisedGradients, restricted
+from lightning_dp.gradients.parameter_sum import MaterialisedGradients, restricted
 
 __all__ = ["UnitMeans"]
 
