@@ -82,6 +82,9 @@ class DifferentialPrivacy(Callback):
             names it in your words. One that several trainings declare counts once in their sum.
         about: your words about the data (its name, what a record is, who is responsible), for the
             report; see :class:`lightning_dp.About`.
+        secure_noise: draw noise and batches from AES-256 in counter mode (of ``cryptography``) instead
+            of PCG64 seeded by the operating system, sum in float64, and round what is released
+            to 2^-20 of the noise, so that its low bits tell nothing.
         seed: repeatable noise and batches, for tests; the report says that nothing is private.
         isolation_probe: earlier spelling of ``checks=Checks(dry_run=...)``; goes with the next version.
         loss_graph_check: of ``checks=Checks(loss_graph=...)``.
@@ -123,6 +126,7 @@ class DifferentialPrivacy(Callback):
         count_clipped: bool = False,
         other_releases: Sequence[AbstractExternal] = (),
         about: About | None = None,
+        secure_noise: bool = False,
         seed: int | None = None,
         isolation_probe: bool | None = None,
         loss_graph_check: bool | None = None,
@@ -152,6 +156,7 @@ class DifferentialPrivacy(Callback):
                 count_clipped=count_clipped,
                 other_releases=other_releases,
                 about=about,
+                secure_noise=secure_noise,
                 seed=seed,
                 isolation_probe=isolation_probe,
                 loss_graph_check=loss_graph_check,

@@ -357,7 +357,9 @@ def begin_with_noise(
     size = query.size(number_of_entries(params))
     share = slice(0, size) if world.is_sharded else world.share(size)
     # Noise is written over what is there, so zeros are written to the others' shares only.
-    total = BoundedSum(flat_memory(params, size), query.sensitivity)
+    memory = flat_memory(params, size)
+    memory = memory.new_empty(size, dtype=source.dtype(memory.dtype))
+    total = BoundedSum(memory, query.sensitivity)
     noise_std = _noise_std(total, query.noise_multiplier)
     for rest in (total.value[: share.start], total.value[share.stop :]):
         rest.zero_()
@@ -393,10 +395,11 @@ def add_noise(
         )
     if world.is_sharded:
         return Release(total.value, noise_std)
+    value = total.value.to(source.dtype(total.value.dtype))
     if noise_std > 0 and not has_begun:
         # Shares are disjoint: an entry with noise from every rank would have n times the variance.
-        source.add_normal(total.value[world.share(len(total.value))], noise_std)
-    return Release(world.all_reduce(total.value), noise_std)
+        source.add_normal(value[world.share(len(value))], noise_std)
+    return Release(source.released(world.all_reduce(value), noise_std), noise_std)
 
 
 def _noise_std(total: BoundedSum, noise_multiplier: float) -> float:

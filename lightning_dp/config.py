@@ -10,6 +10,7 @@ from dataclasses import InitVar, asdict, dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
 from lightning_dp._described import Data, check_same, described
+from lightning_dp._noise import CipherStream
 from lightning_dp._validate import (
     above_0,
     explained,
@@ -172,6 +173,9 @@ class PrivacyConfig:
             ages")]``. It counts in ε and in the budget, is kept in the journal, and the report
             names it in your words. One that several trainings declare counts once in their sum.
         about: your words about the data, for the report; see :class:`About`.
+        secure_noise: draw noise and batches from AES-256 in counter mode (of ``cryptography``) instead
+            of PCG64 seeded by the operating system, sum in float64, and round what is released
+            to 2^-20 of the noise, so that its low bits tell nothing.
         seed: makes noise and batches repeatable. For tests only: nothing is private with it, and
             every report says so.
 
@@ -203,6 +207,7 @@ class PrivacyConfig:
     count_clipped: bool = False
     other_releases: Sequence[AbstractExternal] = ()
     about: About | None = None
+    secure_noise: bool = False
     seed: int | None = None
     isolation_probe: InitVar[bool | None] = None
     loss_graph_check: InitVar[bool | None] = None
@@ -264,7 +269,14 @@ class PrivacyConfig:
         normalise(self, optional(above_0), "max_grad_norm")
         normalise(self, optional(seed), "seed")
         normalise(self, whole, "augmentations")
-        normalise(self, flag, "advice", "count_clipped")
+        normalise(self, flag, "advice", "count_clipped", "secure_noise")
+        if self.secure_noise and self.seed is not None:
+            raise ValueError(
+                f"secure_noise=True draws numbers that nobody can repeat, and seed={self.seed} asks "
+                "for repeatable ones. Leave one of them out."
+            )
+        if self.secure_noise:
+            CipherStream()  # or it raises
         normalise(self, optional(_place), "private_optimizer")
         normalise(self, optional(_folder), "ledger_dir")
         normalise(self, _sequence, "postprocessing")

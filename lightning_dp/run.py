@@ -87,7 +87,7 @@ class PlannedFit:
             ledger=ledger,
             guard=budget.guard(plan, step, planned_steps, affordable),
             num_records=budget.batches.num_records,
-            noise=NoiseSource(config.seed, world.rank),
+            noise=NoiseSource(config.seed, world.rank, secure=config.secure_noise),
             world=world,
             signal=_tracker(config),
             count_weight=_COUNT_WEIGHT if config.count_clipped else 0.0,

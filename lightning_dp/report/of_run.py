@@ -33,6 +33,10 @@ _ROUND = (
     "{} on the batch of each step, charged together before the first as one Gaussian on one sample"
 )
 
+_SEEDED = "PCG64, seeded by the operating system; on other devices than the CPU, theirs"
+_CIPHER = (
+    "AES-256 in counter mode, keyed by the operating system; releases rounded to 2^-20 of the noise"
+)
 _UNIT = "a user, of whom a step reads at most {} rows; their mean gradient is clipped once"
 _VIEWS = "{} of each row that a step reads; the mean of their gradients is clipped"
 
@@ -114,6 +118,7 @@ def _mechanism(run: PrivateRun) -> dict[str, str]:
             else {"augmentations": _VIEWS.format(config.augmentations)}
         ),
         "gradient engine": run.engine,
+        "random numbers": _CIPHER if config.secure_noise else _SEEDED,
         **({} if run.optimizers is None else {"private optimizer": run.optimizers}),
     }
 

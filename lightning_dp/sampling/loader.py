@@ -95,6 +95,7 @@ class ChunkSampler(Sampler[list[int]]):
             short by it, or by a resume in its middle, is spread whole over the chunks that are left.
         seed: for tests.
         units: the rows of each unit; None where each row is one. A unit is never cut.
+        secure: draw from a cipher.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class ChunkSampler(Sampler[list[int]]):
         rate: Callable[[int], float] | None = None,
         first_step: Callable[[], int] = int,
         units: RowsOfUnits | None = None,
+        secure: bool = False,
     ) -> None:
         self.resume_at = 0  # the chunk of the epoch with which the next pass begins
         self.pending: deque[Chunk] = deque()
@@ -121,6 +123,7 @@ class ChunkSampler(Sampler[list[int]]):
         self._rate = rate
         self._first_step = first_step
         self._units = units
+        self._secure = secure
         self._passes = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,7 +135,7 @@ class ChunkSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         self.pending.clear()
-        rng = random_generator(self._seed, 1, self._rank, self._passes)
+        rng = random_generator(self._seed, 1, self._rank, self._passes, secure=self._secure)
         self._passes += 1
         position, self.resume_at = self.resume_at, 0
         step, stop = self._first_step(), max(len(self), position + 1)

@@ -30,6 +30,7 @@ from lightning_dp._checks import MisconfigurationError, check_training_step
 from lightning_dp._refusals import warn
 from lightning_dp._world import is_sharded
 from lightning_dp.config import PrivacyConfig
+from lightning_dp.functional import has_float64
 from lightning_dp.sampling import BatchPlan, Poisson
 from lightning_dp.strategies.optimizers import Optimizers
 from lightning_dp.strategies.update_guard import trained_by
@@ -168,6 +169,13 @@ def check_estimator(
             "unit and augmentations out.",
             topic="several-optimizers",
         )
+    device = step.params[0].device.type
+    if config.secure_noise and not has_float64(device):
+        raise MisconfigurationError(
+            f"secure_noise=True adds noise in float64, which {device} does not have. Leave it out, or "
+            "train on the CPU: Trainer(accelerator='cpu').",
+            topic="secure-noise",
+        )
     if step.one_record and not is_automatic:
         raise MisconfigurationError(
             "engine='one_by_one' runs training_step once for each record, and manual optimization "
@@ -261,6 +269,8 @@ def _check_settings(config: PrivacyConfig, optimizers: Optimizers) -> None:
         parts.append(f"noise_schedule={config.noise_schedule}")
     if config.count_clipped:
         parts.append("count_clipped=True")
+    if config.secure_noise:
+        parts.append("secure_noise=True")
     if config.has_several_rows:
         parts.append("unit=UserLevel(...) or augmentations > 1")
     if config.engine not in ("auto", "layers", "bookkeeping", "ghost"):

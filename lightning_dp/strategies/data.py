@@ -73,6 +73,7 @@ def make_private_loader(
         rate=run.rate,
         first_step=_StepOfRun(run),
         units=units,
+        secure=run.config.secure_noise,
     )
     position = _PlaceInEpoch(trainer.fit_loop.epoch_loop.batch_progress)
     return PrivateDataLoader(

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_dp import Checks, Diff2, FullBatch, UserLevel
 from lightning_dp.accounting.events import VoidedRunError
-from lightning_dp.accounting.journal import read_journal
 from lightning_dp.audit import audit
 from lightning_dp.callbacks import DifferentialPrivacy
 from tests.zoo import Classifier, flat, private, records
@@ -267,11 +266,7 @@ def test_reports_and_journals_speak_of_users_and_name_none(fit, tmp_path, capfd)
     assert "of whom a step reads at most 5 rows" in annex and "4 of 33 users" in annex
     assert "33 users a step" in str(report)
     (journal,) = (tmp_path / "privacy").glob("*.journal")
-    assert (
-        (33, "a data set, by user") in read_journal(journal).data
-        if hasattr(read_journal(journal), "data")
-        else b"by user" in journal.read_bytes()
-    )
+    assert b"a data set, by user" in journal.read_bytes()
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 2
     out = "".join(capfd.readouterr()).encode()
