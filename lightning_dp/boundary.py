@@ -379,7 +379,7 @@ def add_noise(
     """Noise the sum over all ranks once: ``sum_ranks total + N(0, (z C)^2 I)``.
 
     C comes from the sum itself, so the noise cannot be scaled to a bound that was not enforced.
-    Each rank adds the noise of its share of the entries to its own sum, from its own entropy, *before*
+    Each rank adds the noise of its share of the entries to its own sum, from its own source, *before*
     the ranks' sums are added up, and every rank gets the same release. So each entry has the noise of
     one rank, the un-noised total exists nowhere, and nobody draws more than d / ranks values. The noise
     is added in the memory of the sum, so there is no sum any longer, and one vector of the model's size.

@@ -181,7 +181,7 @@ def draw(
 
 
 def noise_source(seed: int | None, *stream: int) -> NoiseSource:
-    """Return noise of the operating system; with a ``seed``, for tests, a function of seed and stream."""
+    """Return noise seeded by the operating system; with a ``seed``, for tests, a function of seed and stream."""
     if seed is None:
         return NoiseSource()
     return NoiseSource(int(random_generator(seed, 2, *stream).integers(2**62)))
