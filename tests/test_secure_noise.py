@@ -225,7 +225,7 @@ def test_ordinary_runs_say_where_their_numbers_come_from(make_trainer):
 
 
 def test_a_seed_contradicts_it():
-    with pytest.raises(ValueError, match="secure_noise=True.*seed=3"):
+    with pytest.raises(ValueError, match=r"secure_noise=True.*seed=3"):
         private(secure_noise=True, seed=3)
 
 

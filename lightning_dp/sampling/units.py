@@ -24,7 +24,7 @@ class UserLevel:
     r"""Protect users (people, patients, devices), each with all of their rows, instead of rows.
 
     Every step samples *users*: each of U users with probability q = B/U, where B is the loader's
-    logical batch size. Of a sampled user at most k rows are read, chosen uniformly at random and anew
+    logical batch size. Of a sampled user at most k rows are read, chosen uniformly at random
     each time by the run's own generator. The mean of their gradients,
 
     .. math:: g_u = \frac{1}{r_u} \sum_{j=1}^{r_u} \nabla \ell(x_{uj}), \qquad r_u \le k,

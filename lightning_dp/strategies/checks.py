@@ -164,9 +164,9 @@ def check_estimator(
         )
     if optimizers.public and config.has_several_rows:
         raise MisconfigurationError(
-            "With several optimizers, generated rows belong to single records, and with unit or "
-            "augmentations a batch has several rows of one unit. Train with one optimizer, or leave "
-            "unit and augmentations out.",
+            "unit and augmentations put several rows of one unit into a batch, and with several "
+            "optimizers generated rows belong to single records. Train with one optimizer, or leave "
+            "them out.",
             topic="several-optimizers",
         )
     device = step.params[0].device.type

@@ -377,5 +377,5 @@ class Two(L.LightningModule):
 
 def test_several_optimizers_are_refused(make_trainer):
     privacy = private(augmentations=2, private_optimizer=0)
-    with pytest.raises(MisconfigurationException, match="With several optimizers"):
+    with pytest.raises(MisconfigurationException, match="unit and augmentations put several rows"):
         make_trainer(callbacks=[privacy], max_steps=1).fit(Two(), DataLoader(data(), 2))
