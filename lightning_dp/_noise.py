@@ -135,7 +135,7 @@ class CipherStream:
         """Return so many words of the stream, until the next call."""
         if 8 * size > len(self._zeros):
             self._zeros, self._room = bytes(8 * size), np.empty(8 * size + 16, dtype=np.uint8)
-        self._encrypt(memoryview(self._zeros)[: 8 * size], memoryview(self._room))
+        self._encrypt(memoryview(self._zeros)[: 8 * size], self._room.data)
         return self._room[: 8 * size].view(np.uint64)
 
     def random(self, *, out: NDArray[np.float64]) -> None:
