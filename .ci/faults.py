@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = [
     "tests/test_files.py",
     "tests/mechanism",
+    "tests/test_secure_noise.py",
     "tests/sampling",
     "tests/accounting",
     "tests/estimators/test_two_points.py",
@@ -172,6 +173,8 @@ FAULTS = (
     ),
     Fault("all_rows_of_a_user_read", "if len(own) <= self.most_rows", "or True"),
     Fault("sums_of_views_for_their_mean", "owners.counts.double()", "** 0"),
+    Fault("secure_releases_not_rounded", "if not self.is_secure or not std > 0", "or True"),
+    Fault("secure_sums_in_float32", "return torch.float64 if self.is_secure", "and False"),
 )
 
 

@@ -25,7 +25,7 @@ PUBLIC = {
         AbstractSchedule Constant Exponential StepDecay Polynomial Cosine DynamicGD DynamicMomentum
         FromInfluence
         AbstractPostProcessor LaplacianSmoothing Momentum
-        AbstractSampling BatchPlan Checks Poisson FullBatch
+        AbstractSampling BatchPlan Checks Poisson FullBatch UserLevel
         fix losses_of_records rows_of_records About
         PLDAccountant StreamingRDPAccountant ApproximateDP ZCDP
     """,

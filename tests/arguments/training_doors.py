@@ -19,6 +19,7 @@ from lightning_dp import (
     Momentum,
     PrivacyConfig,
     Term,
+    UserLevel,
     fix,
     losses_of_records,
     rows_of_records,
@@ -93,8 +94,10 @@ CONFIGURATION = {
     "seed": 3,
     "advice": True,
     "count_clipped": False,
+    "secure_noise": False,
+    "augmentations": 2,
 }
-FLAGS = ("advice", "count_clipped")
+FLAGS, WHOLE = ("advice", "count_clipped", "secure_noise"), ("seed", "augmentations")
 
 
 class OneLayer(LightningModule):
@@ -109,8 +112,9 @@ class OneLayer(LightningModule):
 
 
 TRAINING = [
-    Door(DifferentialPrivacy, CONFIGURATION, whole=("seed",), flags=FLAGS),
-    Door(PrivacyConfig, CONFIGURATION, whole=("seed",), flags=FLAGS),
+    Door(DifferentialPrivacy, CONFIGURATION, whole=WHOLE, flags=FLAGS),
+    Door(PrivacyConfig, CONFIGURATION, whole=WHOLE, flags=FLAGS),
+    Door(UserLevel, {"most_rows": 3}, whole=("most_rows",), others={"ids": [1]}),
     Door(
         BatchPlan,
         {"num_records": 9, "sample_rate": 0.5, "chunks_per_step": 1, "steps_per_epoch": 2},

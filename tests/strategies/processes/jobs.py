@@ -240,19 +240,25 @@ def cubic(folder: Path) -> dict[str, Any]:
     }
 
 
-def noise(folder: Path) -> dict[str, Any]:
+def noise(folder: Path, **secure: bool) -> dict[str, Any]:
     """One step of pure noise, by the registered name of the strategy."""
     torch.manual_seed(0)
     L.seed_everything(7)
     model = Flat()
     before = model.net.weight.detach().clone()
-    privacy = {"noise_multiplier": 2.0, "max_grad_norm": 0.5, "checks": Checks(dry_run=False)}
+    checks = Checks(dry_run=False)
+    privacy = {"noise_multiplier": 2.0, "max_grad_norm": 0.5, "checks": checks, **secure}
     options = {"strategy": "private_ddp", "max_steps": 1}
     trainer, _ = fit(model, numbered(40), 5, privacy, folder, **options)
     return {
         "moved": (model.net.weight.detach() - before).flatten(),
         "strategy": type(trainer.strategy).__name__,
     }
+
+
+def secure(folder: Path) -> dict[str, Any]:
+    """The same from ciphers, each rank with its own key."""
+    return noise(folder, secure_noise=True)
 
 
 def sparse(folder: Path) -> dict[str, Any]:
@@ -462,7 +468,20 @@ def edited_at_once(folder: Path) -> dict[str, Any]:
 # -- all ----------------------------------------------------------------------------------------------
 
 ON_TWO: list[Callable[[Path], dict[str, Any]]] = [
-    *(plain, clipped, users, ghost, diff2, cubic, noise, sparse, calibrated, resumed, alone),
+    *(
+        plain,
+        clipped,
+        users,
+        ghost,
+        diff2,
+        cubic,
+        noise,
+        secure,
+        sparse,
+        calibrated,
+        resumed,
+        alone,
+    ),
     *(lengths, no_journal, voided, voided_apart, mixed, edited, edited_at_once),
 ]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -32,7 +33,7 @@ from tests.strategies.processes.sharded_jobs import MODELS, STEPS, Normed, Small
 from tests.zoo import flat, records
 
 ROOT = Path(__file__).parents[3]
-ON_TWO = ["plain", "clipped", "users", "noise", "sparse", "resumed"]
+ON_TWO = ["plain", "clipped", "users", "noise", "secure", "sparse", "resumed"]
 RARELY = ["ghost", "diff2", "cubic", "calibrated", "alone"]
 LENGTHS = "Rank 1 has a training set of 61 records, rank 0 one of 60"
 # glibc's settings: freed memory goes back to the system, so that peaks are those of tensors.
@@ -332,8 +333,9 @@ def test_number_of_records_is_binomial_over_all_ranks(job):
 # -- noise -----------------------------------------------------------------------------------
 
 
-def test_noise_is_drawn_once_over_the_world(job):
-    lead, other = results(job, "noise")
+@pytest.mark.parametrize("scenario", ["noise", "secure"])
+def test_noise_is_drawn_once_over_the_world(job, scenario):
+    lead, other = results(job, scenario)
     assert torch.equal(lead["moved"], other["moved"])
     expected_batch_size = 5 * 2
     released = (lead["moved"] * expected_batch_size).double().numpy()
@@ -341,6 +343,8 @@ def test_noise_is_drawn_once_over_the_world(job):
     assert stats.kstest(released, stats.norm(scale=noise_std).cdf).pvalue > 1e-4
     for wrong in (math.sqrt(2), 1 / math.sqrt(2), 2, 1 / 2):
         assert stats.kstest(released, stats.norm(scale=wrong * noise_std).cdf).pvalue < 1e-6
+    of_ranks = released.reshape(2, -1)
+    assert abs(np.corrcoef(of_ranks)[0, 1]) < 5 / math.sqrt(of_ranks.shape[1])
 
 
 # -- steps, budget, journal ------------------------------------------------------------------
