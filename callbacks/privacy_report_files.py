@@ -67,7 +67,7 @@ class PrivacyReportFiles(PrivacyCallback):
             return None  # the error is printed; nothing is written after it
 
         from lightning_dp.report.of_run import report
-        from lightning_dp.strategies.totals import at_end
+        from lightning_dp.report.totals import at_end
 
         content = report(run)
         written, failure = self._write(content, is_over=True)
