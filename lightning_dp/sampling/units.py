@@ -175,7 +175,7 @@ def _numbered(ids: Any) -> Integers:
     """Return the number of each row's user, from 0 on.
 
     Raises:
-        ValueError: where a row has no id: it would be nobody's, or that of a user of its own.
+        ValueError: where a row has no id: it would be nobody's, or another user's each time.
     """
     array = _as_array(ids)
     if array.dtype != object:
