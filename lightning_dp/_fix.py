@@ -18,20 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_dp._validate import flag, one_of, whole
 
-__all__ = [
-    "BatchNorm",
-    "FixedNorm",
-    "Norms",
-    "fix",
-    "group_norm",
-    "has_own_forward",
-    "has_seen_data",
-    "is_constant",
-    "normalises_over_the_batch",
-    "number_of_groups",
-    "with_what_followed",
-    "without_statistics",
-]
+__all__ = ["FixedNorm", "fix", "is_constant", "normalises_over_the_batch"]
 
 M = TypeVar("M", bound=nn.Module)
 _Replaceable: TypeAlias = nn.RNNBase | nn.MultiheadAttention

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -71,15 +72,15 @@ def make_private_loader(
         limit=_limit(plan.chunks_per_epoch, trainer.limit_train_batches),
         seed=run.config.seed,
         rate=run.rate,
-        first_step=_StepOfRun(run),
+        first_step=partial(getattr, run, "step"),
         units=units,
         secure=run.config.secure_noise,
     )
-    position = _PlaceInEpoch(trainer.fit_loop.epoch_loop.batch_progress)
+    progress = trainer.fit_loop.epoch_loop.batch_progress
     return PrivateDataLoader(
         checked,
         sampler,
-        position=position,
+        position=partial(attrgetter("current.ready"), progress),  # fetched, by Lightning's count
         admit=_check_asker,
         each_alone=run.config.runs_each_record_alone and units is None,
     )
@@ -111,26 +112,6 @@ def private_loader_of(trainer: Trainer) -> PrivateDataLoader:
             topic="several-loaders",
         )
     return loader
-
-
-@dataclass(frozen=True)
-class _StepOfRun:
-    """The step of the run at which a pass of the loader begins."""
-
-    run: PrivateRun
-
-    def __call__(self) -> int:
-        return self.run.step
-
-
-@dataclass(frozen=True)
-class _PlaceInEpoch:
-    """The number of chunks of the epoch that Lightning has fetched, by its own count."""
-
-    progress: Any
-
-    def __call__(self) -> int:
-        return int(self.progress.current.ready)
 
 
 def _limit(chunks: int, limit_train_batches: float | int | None) -> int:
