@@ -370,7 +370,7 @@ class _Fixing:
 def _unreplaceable(layer: nn.Module) -> str | None:
     """Return why a layer cannot be replaced; None if it can."""
     if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
-        return "has no size yet. Call the model once on made-up inputs, then fix(model)."
+        return "has no size yet. Call the model once on synthetic inputs, then fix(model)."
     if is_parametrized(layer):
         return "has a weight that is computed from others. Remove its parametrizations first."
     if any(getattr(layer, hooks) for hooks in _HOOKS):

@@ -1,4 +1,4 @@
-"""The dry run before the first charge: the same comparison, on a few made-up samples."""
+"""The dry run before the first charge: the same comparison, on a few synthetic samples."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ _CONSTANT = (
 
 
 class DryRun:
-    """Runs made-up samples of the types and shapes of a real one, of which no value is used.
+    """Runs synthetic samples of the types and shapes of a real one, of which no value is used.
 
-    Real numbers are uniform in (0, 1), whole ones are 0 or 1, texts and images are made up. What is
+    Real numbers are uniform in (0, 1), whole ones are 0 or 1, texts and images are synthetic too. What is
     none of these (None, a path, an object without numbers) stays as it is.
 
     Args:
@@ -59,7 +59,7 @@ class DryRun:
         self._like = like
 
     def samples(self, count: int, *, are_longer: bool = True) -> list[Any]:
-        """Return made-up samples.
+        """Return synthetic samples.
 
         Args:
             count: how many.
@@ -121,7 +121,7 @@ class DryRun:
             first = _FirstRun(runner, self._units(count), clip_norm)
         except UnsupportedModelError:
             raise
-        except Exception:  # made-up lengths that it does not take
+        except Exception:  # synthetic lengths that it does not take
             first = _FirstRun(runner, self._units(count, are_longer=False), clip_norm)
         isolates = runner.passes.watched.engine.isolates
         is_constant = isolates and not bool((first.norms > _NOTHING).any())
@@ -130,7 +130,7 @@ class DryRun:
         return first
 
     def _units(self, count: int, *, are_longer: bool = True) -> list[Any]:
-        """Return made-up units: single samples, or some with two rows and some with one."""
+        """Return synthetic units: single samples, or some with two rows and some with one."""
         if not self._in_units:
             return self.samples(count, are_longer=are_longer)
         rows = iter(self.samples(count + count // 2, are_longer=are_longer))
@@ -239,7 +239,7 @@ def mean_or_sum(runner: Runner, samples: list[Any]) -> Outcome:
 
 
 def find_layout(dry: DryRun | None, make_batch: Callable[[list[Any]], Any]) -> Layout:
-    """Return where in a batch the samples are, from batches of 2 and of 3 made-up ones.
+    """Return where in a batch the samples are, from batches of 2 and of 3 synthetic ones.
 
     One of three is longer, where samples have lengths: what a batch takes from its longest one shows
     then.
@@ -259,7 +259,7 @@ def find_layout(dry: DryRun | None, make_batch: Callable[[list[Any]], Any]) -> L
     return UNKNOWN_LAYOUT
 
 
-# -- made-up samples ---------------------------------------------------------------------------------
+# -- synthetic samples ---------------------------------------------------------------------------------
 
 _WORDS = ("one", "two", "six", "ten", "cat", "dog", "sun", "sea", "red", "sky")  # of one length
 _NO_NUMBERS = "OSUMmV"  # kinds of arrays

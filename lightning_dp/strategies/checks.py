@@ -61,7 +61,7 @@ _REFUSED_CALLBACKS: dict[type[Callback], str] = {
     LearningRateFinder: "it trains on the data outside the ledger; take the learning rate of "
     "python -m lightning_dp.plan, or compare some in trials of lightning_dp.search.Search",
     BatchSizeFinder: "it trains on the data outside the ledger; choose the logical batch by "
-    "python -m lightning_dp.plan, and the largest physical one that fits by trying made-up records",
+    "python -m lightning_dp.plan, and the largest physical one that fits by trying synthetic records",
     GradientAccumulationScheduler: "it changes the sampling rate during the run; use a constant "
     "Trainer(accumulate_grad_batches=...)",
     StochasticWeightAveraging: "it makes an extra pass over the training data; use "

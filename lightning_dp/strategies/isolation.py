@@ -128,7 +128,7 @@ class IsolationWatch:
     # -- before the first charge -------------------------------------------------------------------
 
     def before_first_charge(self, chunk: Chunk) -> None:
-        """Run made-up samples once in a fit: refuse what always couples, and settle the engine.
+        """Run synthetic samples once in a fit: refuse what always couples, and settle the engine.
 
         Raises:
             UnsupportedModelError: if no engine takes the model.
@@ -184,8 +184,8 @@ class IsolationWatch:
         if self._step.engine.watched.engine.isolates and not self._needs_gradients:
             return BY_CONSTRUCTION
         if found.kind == "not compared":
-            return f"made-up samples were not compared ({found.reason})"
-        return "compared on made-up samples"
+            return f"synthetic samples were not compared ({found.reason})"
+        return "compared on synthetic samples"
 
     def _sample(self, chunk: Chunk) -> Any:
         """Return a sample of which types and shapes are used; None if none can be read again."""

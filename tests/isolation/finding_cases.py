@@ -82,7 +82,7 @@ def marked(n: int) -> TensorDataset:
 
 
 def wide(n: int) -> TensorDataset:
-    """Features between 0 and 4: more than made-up samples have."""
+    """Features between 0 and 4: more than synthetic samples have."""
     x, y = points(n).tensors
     return TensorDataset(4 * x / x.max(), y)
 

@@ -1,4 +1,4 @@
-"""The dry run on made-up samples: no real value, few calls, and no verdict about what raises on them."""
+"""The dry run on synthetic samples: no real value, few calls, no verdict about what raises on them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def fit(make_trainer):
     return run
 
 
-# -- made-up samples -------------------------------------------------------------------------------
+# -- synthetic samples -------------------------------------------------------------------------------
 
 SECRET = 7.25
 REAL = {

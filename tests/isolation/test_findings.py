@@ -300,7 +300,7 @@ def note(path, line):
 
 
 class Called(Base):
-    """Notes each call: on made-up values, or on real ones, which are above 2 somewhere."""
+    """Notes each call: on synthetic values, or on real ones, which are above 2 somewhere."""
 
     def __init__(self, kind, path):
         super().__init__()

@@ -580,7 +580,7 @@ def test_a_fit_equals_each_record_alone(make, engine, fit):
     fast, privacy = fitted(fit, make(), sampling=FullBatch())
     report = privacy.report()
     assert report.mechanism["gradient engine"].startswith(engine)
-    assert "compared on made-up samples" in report.isolation
+    assert "compared on synthetic samples" in report.isolation
     for one, other in zip(slow.parameters(), fast.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
