@@ -318,7 +318,7 @@ def test_units_that_do_not_meet_pass_all_comparisons(make_trainer, options):
     trainer = make_trainer(callbacks=[privacy], max_steps=40)
     trainer.fit(model, DataLoader(TensorDataset(x, y), 12))
     report = privacy.report()
-    assert report.isolation == "compared on made-up samples"
+    assert report.isolation == "compared on synthetic samples"
     assert report.steps_compared, report.spot_checks
 
 
