@@ -53,11 +53,20 @@ class UnitMeans(AbstractPerSampleGradients):
         norms = self._sums.norms()
         return norms * self._shares.to(norms)
 
+    def norms_by_parameter(self) -> Tensor:
+        norms = self._sums.norms_by_parameter()
+        return norms * self._shares.to(norms).unsqueeze(1)
+
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        return self._sums.weighted_sum(weights * self._shares.to(weights))
+        return self._sums.weighted_sum(self._weighted(weights))
 
     def add_weighted_sum(self, weights: Tensor, onto: Tensor) -> None:
-        self._sums.add_weighted_sum(weights * self._shares.to(weights), onto)
+        self._sums.add_weighted_sum(self._weighted(weights), onto)
+
+    def _weighted(self, weights: Tensor) -> Tensor:
+        """Return weights, of units or of units and parameters, times the shares."""
+        shares = self._shares.to(weights)
+        return weights * (shares if weights.dim() == 1 else shares.unsqueeze(1))
 
     def restrict(self, coordinates: Tensor) -> MaterialisedGradients:
         few = self._sums.restrict(coordinates)

@@ -43,7 +43,10 @@ def test_engines_are_right_about_units(name):
             found = passes.gradients(Query((Term(),), 1.0, 0.0), chunk)
             assert found is not None and found.count == owners.records
             torch.testing.assert_close(found.norms(), here.norm(dim=1), rtol=1e-8, atol=1e-12)
-            found.discard()
+            if example is EXAMPLES["mlp"] and engine != "one_by_one":
+                check_parameters(found, module, here)
+            else:
+                found.discard()
             ask(passes, chunk, Term(), rows=here)
             keep = torch.arange(here.shape[1])[1::3]
             ask(passes, chunk, Term(-0.5), rows=-0.5 * here, coordinates=keep)
@@ -53,6 +56,16 @@ def test_engines_are_right_about_units(name):
             if engine in example.products.split():
                 along = Term(0.3), Term(2.0, direction=vector(module, 2))
                 ask(passes, chunk, *along, rows=0.3 * here + 2.0 * products)
+
+
+def check_parameters(found, module, here):
+    """Norms and weights of each parameter, as clipping by groups asks for them."""
+    sizes = [param.numel() for param in module.parameters()]
+    wanted = torch.stack([part.norm(dim=1) for part in here.split(sizes, 1)], 1)
+    torch.testing.assert_close(found.norms_by_parameter(), wanted, rtol=1e-8, atol=1e-12)
+    weights = torch.rand(len(here), len(sizes), dtype=torch.float64)
+    total = torch.cat([weights[:, i] @ part for i, part in enumerate(here.split(sizes, 1))])
+    torch.testing.assert_close(found.weighted_sum(weights), total, rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "transformer block"])
