@@ -26,10 +26,12 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = [
     "tests/test_files.py",
     "tests/mechanism",
+    "tests/test_secure_noise.py",
     "tests/sampling",
     "tests/accounting",
     "tests/estimators/test_two_points.py",
     "tests/strategies/test_sensitivity.py",
+    "tests/strategies/test_units.py",
     "tests/strategies/test_weights.py",
     "tests/strategies/test_edits.py",
     "tests/test_module_state.py",
@@ -38,6 +40,7 @@ TESTS = [
     "tests/gradients/test_traps.py",
     "tests/gradients/test_contract_options.py",
     "tests/gradients/test_contract.py",
+    "tests/gradients/test_units.py",
     "tests/isolation/test_comparison.py",
     "tests/isolation/test_schedule.py",
     "tests/isolation/test_state.py",
@@ -180,7 +183,7 @@ FAULTS = (
     ),
     Fault(
         "nothing_exchanged",
-        "exchanged[place] = samples[kept[given % len(kept)]]",
+        "exchanged[place] = _like(samples[place], samples[kept[given % len(kept)]])",
         "if 0 else samples[place]",
     ),
     Fault("updates_applied_twice", "if i < self._applied[client]", "- 1", "asynchronous"),
@@ -191,6 +194,15 @@ FAULTS = (
     Fault("honest_norms_refused", "clip_norm * records + noise", "* 0", "protocol"),
     Fault("no_quorum_is_needed", "self._counts[self._round] >= self._least", "* 0"),
     Fault("a_missed_query_is_asked", "client not in self._answered | self._missed", "- {client}"),
+    Fault(
+        "rows_clipped_instead_of_users",
+        "self.pending.append(chunk",
+        "if not owners else Chunk(position + offset, len(records), first, rate, last, records)",
+    ),
+    Fault("all_rows_of_a_user_read", "if len(own) <= self.most_rows", "or True"),
+    Fault("sums_of_views_for_their_mean", "owners.counts.double()", "** 0"),
+    Fault("secure_releases_not_rounded", "if not self.is_secure or not std > 0", "or True"),
+    Fault("secure_sums_in_float32", "return torch.float64 if self.is_secure", "and False"),
 )
 
 

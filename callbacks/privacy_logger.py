@@ -147,6 +147,8 @@ def hyperparameters(run: PrivateRun) -> dict[str, Any]:
         "sample_rate": batches.sample_rate,
         "expected_batch_size": batches.expected_batch_size,
         "num_records": batches.num_records,
+        "most_rows": None if config.unit is None else config.unit.most_rows,
+        "augmentations": config.augmentations,
         "count_clipped": config.counts_clipped,
         "seeded": run.is_seeded,
     }

@@ -52,6 +52,7 @@ __all__ = [
     "Storm",
     "StreamingRDPAccountant",
     "Term",
+    "UserLevel",
     "fix",
     "losses_of_records",
     "rows_of_records",
@@ -75,7 +76,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from lightning_dp.gradients.batches import rows_of_records
     from lightning_dp.optimizers import DPAdamW
     from lightning_dp.postprocessing import AbstractPostProcessor, LaplacianSmoothing, Momentum
-    from lightning_dp.sampling import AbstractSampling, BatchPlan, FullBatch, Poisson
+    from lightning_dp.sampling import AbstractSampling, BatchPlan, FullBatch, Poisson, UserLevel
     from lightning_dp.schedules import (
         AbstractSchedule,
         Constant,

@@ -10,6 +10,7 @@ from dataclasses import InitVar, asdict, dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
 from lightning_dp._described import Data, check_same, described
+from lightning_dp._noise import CipherStream
 from lightning_dp._validate import (
     above_0,
     explained,
@@ -23,6 +24,7 @@ from lightning_dp._validate import (
     positive,
     probability,
     seed,
+    whole,
     whole_from_0,
 )
 from lightning_dp.accounting.base import LEAST_EPSILON, AbstractAccountant, Relation
@@ -31,7 +33,8 @@ from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.clipping import AdaptiveQuantile, Clipping, Flat, PerGroup, known_clipping
 from lightning_dp.estimators import AbstractEstimator, MeanGradient
 from lightning_dp.postprocessing import AbstractPostProcessor
-from lightning_dp.sampling import AbstractSampling, Poisson
+from lightning_dp.sampling import AbstractSampling, Poisson, UserLevel
+from lightning_dp.sampling.units import RowsOfUnits
 from lightning_dp.schedules import AbstractSchedule, Constant
 
 __all__ = ["About", "Checks", "EngineName", "PrivacyConfig", "known_engine"]
@@ -143,6 +146,10 @@ class PrivacyConfig:
         estimator: forms the question to the data; default ``MeanGradient(max_grad_norm)``, DP-SGD.
         postprocessing: applied in order to the private estimate.
         sampling: ``Poisson()`` (default) or ``FullBatch()``.
+        unit: what is protected: ``UserLevel(ids=..., most_rows=k)`` for users with all their rows;
+            by default each row of the data set, a record.
+        augmentations: K >= 1, times that each record of a batch is read; the mean of its K gradients
+            is clipped. ε does not depend on it, and ``__getitem__`` makes another view each time.
         relation: neighbouring data sets differ by adding or removing a record ("add_remove"), or
             by replacing one ("replace_one").
         accountant: computes ε; default the tight numerical one.
@@ -169,6 +176,9 @@ class PrivacyConfig:
             ages")]``. It counts in ε and in the budget, is kept in the journal, and the report
             names it in your words. One that several trainings declare counts once in their sum.
         about: your words about the data, for the report; see :class:`About`.
+        secure_noise: draw noise and batches from AES-256 in counter mode (of ``cryptography``) instead
+            of PCG64 seeded by the operating system, sum in float64, and round what is released
+            to 2^-20 of the noise, so that its low bits tell nothing.
         seed: makes noise and batches repeatable. For tests only: nothing is private with it, and
             every report says so.
 
@@ -189,6 +199,8 @@ class PrivacyConfig:
     estimator: AbstractEstimator | None = None
     postprocessing: Sequence[AbstractPostProcessor] = ()
     sampling: AbstractSampling = field(default_factory=Poisson)
+    unit: UserLevel | None = None
+    augmentations: int = 1
     relation: Relation = "add_remove"
     accountant: AbstractAccountant = field(default_factory=PLDAccountant)
     engine: EngineName = "auto"
@@ -199,6 +211,7 @@ class PrivacyConfig:
     count_clipped: bool = False
     other_releases: Sequence[AbstractExternal] = ()
     about: About | None = None
+    secure_noise: bool = False
     seed: int | None = None
     isolation_probe: InitVar[bool | None] = None
     loss_graph_check: InitVar[bool | None] = None
@@ -260,7 +273,15 @@ class PrivacyConfig:
         normalise(self, optional(above_0), "max_grad_norm")
         normalise(self, optional(seed), "seed")
         normalise(self, known_clipping, "clipping")
-        normalise(self, flag, "advice", "count_clipped")
+        normalise(self, whole, "augmentations")
+        normalise(self, flag, "advice", "count_clipped", "secure_noise")
+        if self.secure_noise and self.seed is not None:
+            raise ValueError(
+                f"secure_noise=True draws numbers that nobody can repeat, and seed={self.seed} asks "
+                "for repeatable ones. Leave one of them out."
+            )
+        if self.secure_noise:
+            CipherStream()  # or it raises
         normalise(self, optional(_place), "private_optimizer")
         normalise(self, optional(_folder), "ledger_dir")
         normalise(self, _sequence, "postprocessing")
@@ -297,6 +318,15 @@ class PrivacyConfig:
             )
         normalise(self, one_of(get_args(Relation)), "relation")
         normalise(self, known_engine, "engine")
+        if self.unit is not None and not isinstance(self.unit, UserLevel):
+            raise TypeError(
+                f"unit={type(self.unit).__name__} must be a UserLevel(ids=..., most_rows=...)."
+            )
+        if self.has_several_rows and self.engine == "hooks":
+            raise ValueError(
+                "engine='hooks' has a gradient for each row, and with unit or augmentations a unit has "
+                "several rows. Leave the engine at 'auto'."
+            )
 
     def _check_schedule(self) -> None:
         if self.is_adaptive and self.target_epsilon is None:
@@ -393,6 +423,24 @@ class PrivacyConfig:
         return self.noise_schedule.chosen == "at run time"
 
     @property
+    def has_several_rows(self) -> bool:
+        """True if a unit of privacy may have several rows in a batch."""
+        return self.unit is not None or self.augmentations > 1
+
+    @property
+    def unit_word(self) -> str:
+        """The word for one unit of privacy."""
+        return "record" if self.unit is None else "user"
+
+    def rows_of_units(self, dataset: Any) -> RowsOfUnits | None:
+        """Return the rows of each unit of a training set; None where each row is one, read once."""
+        if self.unit is not None:
+            return self.unit.rows_of(dataset, self.augmentations)
+        if self.augmentations > 1:
+            return RowsOfUnits.single(len(dataset), self.augmentations)
+        return None
+
+    @property
     def runs_each_record_alone(self) -> bool:
         """True if the user's code is given batches of one record each."""
         return self.engine == "one_by_one"
@@ -418,6 +466,8 @@ class PrivacyConfig:
             "noise_schedule": self.noise_schedule,
             "postprocessing": self.postprocessing,
             "sampling": self.sampling,
+            "unit": self.unit if self.unit is None else repr(self.unit),  # without the ids
+            "augmentations": self.augmentations,
             "private_optimizer": self.private_optimizer,
             "count_clipped": self.count_clipped,
             "clipping": self.clipping,

@@ -89,7 +89,7 @@ class PlannedFit:
             ledger=ledger,
             guard=budget.guard(plan, step, planned_steps, affordable),
             num_records=budget.batches.num_records,
-            noise=NoiseSource(config.seed, world.rank),
+            noise=NoiseSource(config.seed, world.rank, secure=config.secure_noise),
             world=world,
             signal=_tracker(config),
             count_weight=_COUNT_WEIGHT if config.counts_clipped else 0.0,
@@ -361,8 +361,10 @@ class PrivateRun:
         if world.is_lead:
             self.ledger.begin(run, directory)
             if self.batches is not None:
-                about = self.config.about
+                about, unit = self.config.about, self.config.unit
                 name = None if about is None else about.data_set
+                if unit is not None:  # ε of users and of records do not add up to one of either
+                    name = f"{name or 'a data set'}, by user"
                 self.ledger.note_data(self.batches.num_records, name)
         record = world.broadcast(self.ledger.state_dict())
         if not world.is_lead:

@@ -26,7 +26,7 @@ PUBLIC = {
         FromInfluence
         AbstractPostProcessor LaplacianSmoothing Momentum DPAdamW
         Flat Automatic PerGroup AdaptiveQuantile
-        AbstractSampling BatchPlan Checks Poisson FullBatch
+        AbstractSampling BatchPlan Checks Poisson FullBatch UserLevel
         fix losses_of_records rows_of_records About
         PLDAccountant StreamingRDPAccountant ApproximateDP ZCDP
     """,

@@ -153,6 +153,11 @@ def _check(privacy: PrivacyConfig, num_canaries: int, confidence: float) -> None
             "engine='one_by_one' has no chunk to put canaries in. Audit with engine='auto': what "
             "is audited comes after the gradients, and is the same for all engines."
         )
+    if privacy.has_several_rows:
+        raise ValueError(
+            "Canaries are single rows. Audit without unit and augmentations: what is audited comes "
+            "after the gradients, and is the same for all units."
+        )
     if not isinstance(privacy.clipping, Flat):
         raise ValueError(
             f"clipping={privacy.clipping} is not audited: a canary takes the whole of one constant clip "

@@ -37,6 +37,13 @@ _ROUND = (
     "{} on the batch of each step, charged together before the first as one Gaussian on one sample"
 )
 
+_SEEDED = "PCG64, seeded by the operating system; on other devices than the CPU, theirs"
+_CIPHER = (
+    "AES-256 in counter mode, keyed by the operating system; releases rounded to 2^-20 of the noise"
+)
+_UNIT = "a user, of whom a step reads at most {} rows; their mean gradient is clipped once"
+_VIEWS = "{} of each row that a step reads; the mean of their gradients is clipped"
+
 
 def report(run: PrivateRun) -> PrivacyReport:
     """Return the report of a run, during or after a fit."""
@@ -66,6 +73,7 @@ def report(run: PrivateRun) -> PrivacyReport:
         sample_rate=None if batches is None else float(batches.sample_rate),
         expected_batch_size=None if batches is None else float(batches.expected_batch_size),
         num_records=None if batches is None else int(batches.num_records),
+        unit=config.unit_word,
         learning=facts(run.setting, run.signal) if config.advice else {},
         about={} if config.about is None else config.about.to_dict(),
         started=run.started or _minute(run.ledger.began),
@@ -108,7 +116,14 @@ def _mechanism(run: PrivateRun) -> dict[str, str]:
         "noise schedule": repr(config.noise_schedule),
         "post-processing": repr(list(config.postprocessing)),
         "sampling": repr(config.sampling),
+        **({} if config.unit is None else {"unit": _UNIT.format(config.unit.most_rows)}),
+        **(
+            {}
+            if config.augmentations == 1
+            else {"augmentations": _VIEWS.format(config.augmentations)}
+        ),
         "gradient engine": run.engine,
+        "random numbers": _CIPHER if config.secure_noise else _SEEDED,
         **({} if run.optimizers is None else {"private optimizer": run.optimizers}),
     }
 

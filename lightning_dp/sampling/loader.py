@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Sampler
 from lightning_dp._noise import random_generator
 from lightning_dp.sampling.at_once import read_at_once
 from lightning_dp.sampling.schemes import AbstractSampling, BatchPlan
+from lightning_dp.sampling.units import RowsOfUnits
 
 __all__ = ["Chunk", "ChunkSampler", "PrivateDataLoader"]
 
@@ -24,12 +25,13 @@ class Chunk:
 
     Args:
         index: its position in the epoch.
-        size: records of the logical batch in it; 0 for a stand-in record, whose gradient is
-            thrown away. Sensitive, like anything about who is in a batch.
+        size: records of the logical batch in it, or users; 0 for a stand-in record, whose gradient
+            is thrown away. Sensitive, like anything about who is in a batch.
         first: True if a logical batch begins with it.
         sample_rate: q with which its logical batch was drawn.
         last: True if the logical batch ends with it.
-        records: their indices in the data set; of a stand-in too. Sensitive.
+        records: the rows of the data set that are read, in order; of a stand-in too. Sensitive.
+        owners: the unit of each row, from 0 to ``size - 1``; none where each row is one. Sensitive.
     """
 
     index: int
@@ -38,6 +40,22 @@ class Chunk:
     sample_rate: float
     last: bool = True
     records: Sequence[int] = field(default=(), repr=False)
+    owners: Sequence[int] = field(default=(), repr=False)
+
+    @property
+    def rows(self) -> int:
+        """The rows of the logical batch in it."""
+        return len(self.owners) or self.size
+
+    @property
+    def units(self) -> list[list[int]]:
+        """The rows that are read of each unit; a stand-in is one."""
+        if not self.owners:
+            return [[record] for record in self.records]
+        found: list[list[int]] = [[] for _ in range(self.size)]
+        for record, owner in zip(self.records, self.owners, strict=True):
+            found[owner].append(record)
+        return found
 
 
 class _BothWays(NamedTuple):
@@ -69,13 +87,15 @@ class ChunkSampler(Sampler[list[int]]):
 
     Args:
         plan: how an epoch is cut.
-        sampling: draws the records of each logical batch.
+        sampling: draws the records, or units, of each logical batch.
         rank, world_size: this process and how many there are.
         rate: q at a step of the run, where it is not the plan's at all steps.
         first_step: the step of the run at which a pass begins; asked when its first batch is drawn.
         limit: chunks of an epoch that will be used (``limit_train_batches``). A logical batch cut
             short by it, or by a resume in its middle, is spread whole over the chunks that are left.
         seed: for tests.
+        units: the rows of each unit; None where each row is one. A unit is never cut.
+        secure: draw from a cipher.
     """
 
     def __init__(
@@ -89,6 +109,8 @@ class ChunkSampler(Sampler[list[int]]):
         seed: int | None,
         rate: Callable[[int], float] | None = None,
         first_step: Callable[[], int] = int,
+        units: RowsOfUnits | None = None,
+        secure: bool = False,
     ) -> None:
         self.resume_at = 0  # the chunk of the epoch with which the next pass begins
         self.pending: deque[Chunk] = deque()
@@ -100,6 +122,8 @@ class ChunkSampler(Sampler[list[int]]):
         self._seed = seed
         self._rate = rate
         self._first_step = first_step
+        self._units = units
+        self._secure = secure
         self._passes = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -111,7 +135,7 @@ class ChunkSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         self.pending.clear()
-        rng = random_generator(self._seed, 1, self._rank, self._passes)
+        rng = random_generator(self._seed, 1, self._rank, self._passes, secure=self._secure)
         self._passes += 1
         position, self.resume_at = self.resume_at, 0
         step, stop = self._first_step(), max(len(self), position + 1)
@@ -122,9 +146,13 @@ class ChunkSampler(Sampler[list[int]]):
             parts = [drawn] if chunks == 1 else np.array_split(drawn, chunks)
             for offset, part in enumerate(parts):
                 first, last = offset == 0, offset == chunks - 1
+                size, owners = len(part), list[int]()
+                if self._units is not None and size:
+                    part, of_rows = self._units.draw(part, rng)
+                    owners = of_rows.tolist()
                 records = part.tolist() or [0]
-                size = len(part)
-                self.pending.append(Chunk(position + offset, size, first, rate, last, records))
+                chunk = Chunk(position + offset, size, first, rate, last, records, owners)
+                self.pending.append(chunk)
                 yield list(records)
             position, step = end, step + 1
 
@@ -213,10 +241,10 @@ class PrivateDataLoader(DataLoader[Any]):
 
     @property
     def alone(self) -> list[Any]:
-        """A batch of each record of the current chunk; read once more if nobody wanted them before."""
+        """A batch of each record, or unit, of the chunk; read once more if nobody wanted them before."""
         if not self._alone and self.current is not None:
-            records = (self.dataset[record] for record in self.current.records)
-            self._alone = [self.collate_of_user([record]) for record in records]
+            units = ([self.dataset[record] for record in unit] for unit in self.current.units)
+            self._alone = [self.collate_of_user(unit) for unit in units]
         return self._alone
 
     def __getstate__(self) -> dict[str, Any]:

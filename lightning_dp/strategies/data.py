@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -11,6 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops import fetchers, training_epoch_loop
 from lightning.pytorch.utilities import combined_loader
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader
 
 from lightning_dp._checks import MisconfigurationError, check_loader, repeated_record
 from lightning_dp._refusals import RefusedRun, RefusedSetting
@@ -46,11 +48,12 @@ def make_private_loader(
         ValueError: if the batches changed during the run, or differ between processes.
     """
     checked = check_loader(loader)
-    num_records = len(checked.dataset)  # type: ignore[arg-type]
+    units = run.config.rows_of_units(checked.dataset)
+    num_records = len(checked.dataset if units is None else units)  # type: ignore[arg-type]
     if num_records != (of_lead := world.broadcast(num_records)):
         raise RefusedSetting(
-            f"Rank {world.rank} has a training set of {num_records} records, rank 0 one of "
-            f"{of_lead}. Every rank must see the same data set; each draws from its own shard.",
+            f"Rank {world.rank} has a training set of {num_records} {run.config.unit_word}s, rank 0 "
+            f"one of {of_lead}. Every rank must see the same data set; each draws from its own shard.",
             topic="ranks-differ",
         )
     plan = run.config.sampling.plan(
@@ -58,7 +61,7 @@ def make_private_loader(
         batch_size=checked.batch_size or 0,
         accumulate=accumulate,
         world_size=world.size,
-        loader_length=len(checked),
+        loader_length=_length(checked, num_records, world),
     )
     run.use_batches(plan, world.size)
     sampler = ChunkSampler(
@@ -70,6 +73,8 @@ def make_private_loader(
         seed=run.config.seed,
         rate=run.rate,
         first_step=partial(getattr, run, "step"),
+        units=units,
+        secure=run.config.secure_noise,
     )
     progress = trainer.fit_loop.epoch_loop.batch_progress
     return PrivateDataLoader(
@@ -77,8 +82,16 @@ def make_private_loader(
         sampler,
         position=partial(attrgetter("current.ready"), progress),  # fetched, by Lightning's count
         admit=_check_asker,
-        each_alone=run.config.runs_each_record_alone,
+        each_alone=run.config.runs_each_record_alone and units is None,
     )
+
+
+def _length(loader: DataLoader[Any], num_records: int, world: World) -> int:
+    """Return the batches in which a process would see its share of the records, or units."""
+    if num_records == len(loader.dataset):  # type: ignore[arg-type]
+        return len(loader)
+    batches = math.ceil(num_records / world.size) / (loader.batch_size or 1)
+    return max(1, int(batches) if loader.drop_last else math.ceil(batches))
 
 
 def private_loader_of(trainer: Trainer) -> PrivateDataLoader:

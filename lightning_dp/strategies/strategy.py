@@ -718,6 +718,7 @@ def _setting_of(
         steps_before=step,
         is_calibrated=config.noise_multiplier is None,
         processes=processes,
+        unit=config.unit_word,
     )
 
 

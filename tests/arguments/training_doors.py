@@ -23,6 +23,7 @@ from lightning_dp import (
     Momentum,
     PrivacyConfig,
     Term,
+    UserLevel,
     fix,
     losses_of_records,
     rows_of_records,
@@ -96,6 +97,8 @@ CONFIGURATION = {
     "seed": 3,
     "advice": True,
     "count_clipped": False,
+    "secure_noise": False,
+    "augmentations": 2,
 }
 
 
@@ -118,6 +121,7 @@ def door(call: Callable[..., Any], **good: Any) -> tuple[Callable[..., Any], dic
 TRAINING = [
     door(DifferentialPrivacy, **CONFIGURATION),
     door(PrivacyConfig, **CONFIGURATION),
+    door(UserLevel, ids=["a"], most_rows=3),
     door(BatchPlan, num_records=9, sample_rate=0.5, chunks_per_step=1, steps_per_epoch=2),
     door(
         Traits,

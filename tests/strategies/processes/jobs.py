@@ -29,6 +29,7 @@ from lightning_dp import (
     Diff2,
     FullBatch,
     PrivacyConfig,
+    UserLevel,
 )
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.accounting.journal import read_journal
@@ -174,6 +175,26 @@ def clipped(folder: Path, engine: str = "auto") -> dict[str, Any]:
     }
 
 
+def users(folder: Path) -> dict[str, Any]:
+    """Users of one to six rows, each on one rank; no noise."""
+    model, owners = Model(rank()), [row * row // 60 for row in range(51)]
+    privacy = {
+        "noise_multiplier": 0.0,
+        "max_grad_norm": 0.8,
+        "sampling": FullBatch(),
+        "unit": UserLevel(owners, most_rows=9),
+        "checks": Checks(dry_run=False, comparisons=False),
+    }
+    _, callback = fit(model, numbered(51), 4, privacy, folder, max_epochs=2)
+    return {
+        "at_start": model.at_start,
+        "flat": flat(model.net),
+        "chunks": model.chunks,
+        "owners": owners,
+        "records": callback.report().num_records if callback else None,
+    }
+
+
 class EachNorm(L.Callback):
     """Writes down the clip norm after each step."""
 
@@ -250,19 +271,25 @@ def cubic(folder: Path) -> dict[str, Any]:
     }
 
 
-def noise(folder: Path) -> dict[str, Any]:
+def noise(folder: Path, **secure: bool) -> dict[str, Any]:
     """One step of pure noise, by the registered name of the strategy."""
     torch.manual_seed(0)
     L.seed_everything(7)
     model = Flat()
     before = model.net.weight.detach().clone()
-    privacy = {"noise_multiplier": 2.0, "max_grad_norm": 0.5, "checks": Checks(dry_run=False)}
+    checks = Checks(dry_run=False)
+    privacy = {"noise_multiplier": 2.0, "max_grad_norm": 0.5, "checks": checks, **secure}
     options = {"strategy": "private_ddp", "max_steps": 1}
     trainer, _ = fit(model, numbered(40), 5, privacy, folder, **options)
     return {
         "moved": (model.net.weight.detach() - before).flatten(),
         "strategy": type(trainer.strategy).__name__,
     }
+
+
+def secure(folder: Path) -> dict[str, Any]:
+    """The same from ciphers, each rank with its own key."""
+    return noise(folder, secure_noise=True)
 
 
 def sparse(folder: Path) -> dict[str, Any]:
@@ -472,7 +499,21 @@ def edited_at_once(folder: Path) -> dict[str, Any]:
 # -- all ----------------------------------------------------------------------------------------------
 
 ON_TWO: list[Callable[[Path], dict[str, Any]]] = [
-    *(plain, clipped, adaptive, ghost, diff2, cubic, noise, sparse, calibrated, resumed, alone),
+    *(
+        plain,
+        clipped,
+        adaptive,
+        users,
+        ghost,
+        diff2,
+        cubic,
+        noise,
+        secure,
+        sparse,
+        calibrated,
+        resumed,
+        alone,
+    ),
     *(lengths, no_journal, voided, voided_apart, mixed, edited, edited_at_once),
 ]
 

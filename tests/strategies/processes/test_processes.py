@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -32,7 +33,7 @@ from tests.strategies.processes.sharded_jobs import MODELS, STEPS, Normed, Small
 from tests.zoo import flat, records
 
 ROOT = Path(__file__).parents[3]
-ON_TWO = ["plain", "clipped", "adaptive", "noise", "sparse", "resumed"]
+ON_TWO = ["plain", "clipped", "adaptive", "users", "noise", "secure", "sparse", "resumed"]
 RARELY = ["ghost", "diff2", "cubic", "calibrated", "alone"]
 LENGTHS = "Rank 1 has a training set of 61 records, rank 0 one of 60"
 # glibc's settings: freed memory goes back to the system, so that peaks are those of tensors.
@@ -161,6 +162,37 @@ def steps_of(result: dict[str, Any]) -> list[list[int]]:
     for step, indices in result["chunks"]:
         steps[step] += indices
     return steps
+
+
+def test_a_user_is_on_one_rank_and_clipped_once(job):
+    lead, other = results(job, "users")
+    assert torch.equal(lead["flat"], other["flat"])
+    owners, (x, y) = torch.tensor(lead["owners"]), records(51)
+    users = owners.unique()
+    seen = [
+        {lead["owners"][row] for _, rows in each["chunks"] for row in rows}
+        for each in (lead, other)
+    ]
+    assert not seen[0] & seen[1] and seen[0] | seen[1] == set(users.tolist())
+    assert lead["records"] == len(users)
+    net = network(of_net(lead))
+    optimizer = sgd(net)
+    for _ in range(2):
+        total, short = torch.zeros(43), 0
+        for user in users:
+            own = owners == user
+            loss = nn.functional.cross_entropy(net(x[own]), y[own])
+            gradient = nn.utils.parameters_to_vector(torch.autograd.grad(loss, net.parameters()))
+            short += bool(gradient.norm() < 0.8)
+            total += gradient * min(1.0, 0.8 / float(gradient.norm()))
+        assert 0 < short < len(users)
+        nn.utils.vector_to_parameters(
+            total / len(users), grads := [p.clone() for p in net.parameters()]
+        )
+        for param, grad in zip(net.parameters(), grads, strict=True):
+            param.grad = grad.detach()
+        optimizer.step()
+    torch.testing.assert_close(lead["flat"], flat(net), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("scenario", ["clipped", pytest.param("ghost", marks=pytest.mark.slow)])
@@ -312,8 +344,9 @@ def test_number_of_records_is_binomial_over_all_ranks(job):
 # -- noise -----------------------------------------------------------------------------------
 
 
-def test_noise_is_drawn_once_over_the_world(job):
-    lead, other = results(job, "noise")
+@pytest.mark.parametrize("scenario", ["noise", "secure"])
+def test_noise_is_drawn_once_over_the_world(job, scenario):
+    lead, other = results(job, scenario)
     assert torch.equal(lead["moved"], other["moved"])
     expected_batch_size = 5 * 2
     released = (lead["moved"] * expected_batch_size).double().numpy()
@@ -321,6 +354,8 @@ def test_noise_is_drawn_once_over_the_world(job):
     assert stats.kstest(released, stats.norm(scale=noise_std).cdf).pvalue > 1e-4
     for wrong in (math.sqrt(2), 1 / math.sqrt(2), 2, 1 / 2):
         assert stats.kstest(released, stats.norm(scale=wrong * noise_std).cdf).pvalue < 1e-6
+    of_ranks = released.reshape(2, -1)
+    assert abs(np.corrcoef(of_ranks)[0, 1]) < 5 / math.sqrt(of_ranks.shape[1])
 
 
 # -- steps, budget, journal ------------------------------------------------------------------
