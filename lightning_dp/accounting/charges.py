@@ -117,9 +117,8 @@ class Charges(Mapping[str, History]):
         return self.length(run) > other.length(run)
 
     def _count(self, event: AbstractEvent, count: int) -> None:
-        if event.is_step:
-            self._steps += count
-        elif self._voided is None:
+        self._steps += count * event.num_steps
+        if not event.is_step and self._voided is None:
             self._voided = event.withdrawn
 
     def to_dict(self) -> dict[str, Any]:
