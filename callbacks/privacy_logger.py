@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Trainer
 from numpy.typing import NDArray
 
-from lightning_dp.accounting.rounding import epsilon_text, float32_above
+from lightning_dp.accounting.base import epsilon_text, float32_above
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.hooks import PrivacyCallback
 

@@ -13,11 +13,10 @@ import numpy as np
 
 from lightning_dp._validate import number, positive, whole
 from lightning_dp.accounting import PLDAccountant
-from lightning_dp.accounting.base import AbstractAccountant, Relation
-from lightning_dp.accounting.charges import Charges
+from lightning_dp.accounting.base import AbstractAccountant, Relation, epsilon_text
 from lightning_dp.accounting.events import AbstractEvent, History, sampled_gaussian
+from lightning_dp.accounting.journal import Charges
 from lightning_dp.accounting.pld import epsilon_curve
-from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.schedules import AbstractSchedule
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ import torch
 
 from lightning_dp.accounting import PLDAccountant, sweep_history
 from lightning_dp.accounting.events import event_from_dict
-from lightning_dp.accounting.journal import JournalError, read_journal
-from lightning_dp.accounting.release_file import read_release_file
+from lightning_dp.accounting.journal import JournalError, read_journal, read_release_file
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.report.__main__ import main
 from lightning_dp.report.files import read_report

@@ -168,7 +168,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "opacus": ("gradients.opacus_hooks", "_fix"),
     "torch": (
         *set(FLOOR_OF) - NUMPY_ONLY,
-        "accounting.journals",  # it reads a checkpoint
+        "accounting.ledger",  # it reads a checkpoint
         *("plan.advice", "plan.signal"),  # of a run, with its releases
     ),
     "lightning": (

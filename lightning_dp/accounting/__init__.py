@@ -27,15 +27,14 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from lightning_dp.accounting.base import epsilon_text
     from lightning_dp.accounting.calibration import calibrate
     from lightning_dp.accounting.events import ZCDP, ApproximateDP, Gaussian, PoissonGaussian
-    from lightning_dp.accounting.hypothesis_tests import TradeOff, trade_off
-    from lightning_dp.accounting.journals import recover_journal, sweep_history
-    from lightning_dp.accounting.pld import PLDAccountant, delta, epsilon
+    from lightning_dp.accounting.ledger import recover_journal, sweep_history
+    from lightning_dp.accounting.pld import PLDAccountant, TradeOff, delta, epsilon, trade_off
     from lightning_dp.accounting.rdp import StreamingRDPAccountant
-    from lightning_dp.accounting.rounding import epsilon_text
 else:
-    homes = ("events", "pld", "rdp", "calibration", "rounding", "journals", "hypothesis_tests")
+    homes = ("events", "base", "pld", "rdp", "calibration", "ledger")
     __getattr__ = names_from(__name__, *homes)
 
 

@@ -19,12 +19,12 @@ from lightning_dp.accounting.base import (
     Relation,
     check_delta,
     check_relation,
+    epsilon_text,
 )
 from lightning_dp.accounting.events import AbstractEvent, History, sampled_gaussian
 from lightning_dp.accounting.external import Declared
 from lightning_dp.accounting.gdp import mu_of_budget
 from lightning_dp.accounting.pld import chosen
-from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.accounting.steps import (
     CheckedHistory,
     EventPlan,

@@ -1,24 +1,36 @@
-"""An append-only file of privacy charges that survives a crash at any moment."""
+"""Charges and the files that keep them: the journal of a ledger, and a federated client's releases.
+
+Both files have lines of JSON with a checksum, and survive a crash at any moment.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
 import secrets
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple, cast
+from urllib.parse import quote
 
 import filelock
 
 from lightning_dp._files import FILE_MODE, make_folder, replaced
-from lightning_dp._refusals import RefusedSetting, text_of
-from lightning_dp.accounting.charges import Charges, JournalError
-from lightning_dp.accounting.events import AbstractEvent, event_from_dict
+from lightning_dp._refusals import Refusal, RefusedSetting, text_of
+from lightning_dp._validate import whole
+from lightning_dp.accounting.events import (
+    AbstractEvent,
+    AbstractExternal,
+    History,
+    counted,
+    event_from_dict,
+)
 
 _FORMAT = "lightning-dp-journal-2"
 _FORMATS = ("lightning-dp-journal-1", _FORMAT)  # the first one has charges only
@@ -31,6 +43,14 @@ _CURE = (
     "lightning_dp.accounting.recover_journal(checkpoint_path, directory, unrecorded_steps)."
 )
 
+_RELEASE_FORMAT = "lightning-dp-releases-1"
+_RELEASE_CURE = "Put the right one back, of the same moment as the journal next to it."
+_LONGEST_HEADER = 1 << 20
+_LONGEST_NAME = 1000
+_ROUND = re.compile(r"(?P<run>.*)#(?P<number>[0-9]+)", re.DOTALL)
+
+Kept = dict[tuple[int, int], bytes]  # releases by round and part
+
 # The beginning of one line that a crash has cut: with strings left out, no blank except before the
 # checksum. A whole line inside it would have its checksum.
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?$)')
@@ -39,8 +59,158 @@ _WHOLE = re.compile(r"\] [0-9a-f]{8}")
 _PLACE = re.compile(r'\[("(?:[^"\\]|\\.)*"),([^,]*),')
 
 
+class JournalError(Refusal, RuntimeError):
+    """The record of what was spent is missing, damaged or in use: training must not go on."""
+
+
 class JournalDiskError(JournalError, OSError):
     """The disk does not take the record of what was spent: training must not go on."""
+
+
+# -- charges -----------------------------------------------------------------------------------
+
+
+class Charges(Mapping[str, History]):
+    """The events that each run was charged, in their order; equal neighbours are counted together.
+
+    A run is one fit in one process, or one round of a federated client. Charges are only ever added.
+
+    Example:
+        >>> from lightning_dp.accounting import Gaussian
+        >>> charges = Charges({"a run": [(Gaussian(2.0), 3)]})
+        >>> charges.append("another", Gaussian(2.0))
+        >>> charges.steps, charges.length("another"), charges.history()
+        (4, 1, [(Gaussian(noise_multiplier=2.0), 4)])
+    """
+
+    def __init__(self, runs: Mapping[str, History] | None = None) -> None:
+        self._runs: dict[str, list[tuple[AbstractEvent, int]]] = {}
+        self._lengths: dict[str, int] = {}
+        self._steps = 0
+        self._voided: str | None = None
+        self.merge({} if runs is None else runs)
+
+    def __getitem__(self, run: str) -> History:
+        return self._runs[run]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._runs)
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._runs})"
+
+    @property
+    def steps(self) -> int:
+        """Number of noised steps, over all runs; what others released is none."""
+        return self._steps
+
+    @property
+    def total(self) -> int:
+        """Number of charges, over all runs, also of those that are no steps."""
+        return sum(self._lengths.values())
+
+    @property
+    def voided(self) -> str | None:
+        """The reason for which ε of these charges is withdrawn; None if it is not."""
+        return self._voided
+
+    @property
+    def external(self) -> list[tuple[AbstractExternal, int]]:
+        """Releases of others about the same records, as they were declared."""
+        return [
+            (event, count) for event, count in self.history() if isinstance(event, AbstractExternal)
+        ]
+
+    def length(self, run: str) -> int:
+        """Return the number of charges of a run; 0 for one that has none."""
+        return self._lengths.get(run, 0)
+
+    def history(self) -> list[tuple[AbstractEvent, int]]:
+        """Return all events with their counts; the order has no meaning for ε."""
+        return counted(chain.from_iterable(self._runs.values()))
+
+    def append(self, run: str, event: AbstractEvent) -> None:
+        """Add the next charge of a run."""
+        charges = self._runs.setdefault(run, [])
+        if charges and charges[-1][0] == event:
+            charges[-1] = (event, charges[-1][1] + 1)
+        else:
+            charges.append((event, 1))
+        self._lengths[run] = self.length(run) + 1
+        self._count(event, 1)
+
+    def merge(self, other: Mapping[str, History]) -> None:
+        """Add what another record knows: the longer one of each run.
+
+        Raises:
+            JournalError: if two records of a run contradict each other; nothing is added.
+        """
+        longer = {run: _longer(run, self.get(run, ()), charges) for run, charges in other.items()}
+        for run, charges in longer.items():
+            self._runs[run] = list(charges)
+            self._lengths[run] = _length(charges)
+        self._steps, self._voided = 0, None
+        for event, count in chain.from_iterable(self._runs.values()):
+            self._count(event, count)
+
+    def knows_more(self, run: str, other: Charges) -> bool:
+        """Return whether this record of a run is longer than the other's.
+
+        Raises:
+            JournalError: if the two contradict each other.
+        """
+        _longer(run, self.get(run, ()), other.get(run, ()))
+        return self.length(run) > other.length(run)
+
+    def _count(self, event: AbstractEvent, count: int) -> None:
+        self._steps += count * event.num_steps
+        if not event.is_step and self._voided is None:
+            self._voided = event.withdrawn
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain types, for checkpoints and reports."""
+        return {
+            run: [[event.to_dict(), count] for event, count in charges]
+            for run, charges in self.items()
+        }
+
+    @classmethod
+    def from_dict(cls, runs: Mapping[str, Any]) -> Charges:
+        """Read what :meth:`to_dict` wrote.
+
+        Raises:
+            ValueError, TypeError, AttributeError: if it is something else.
+        """
+        return cls(
+            {
+                run: [(event_from_dict(event), whole("count", count)) for event, count in charges]
+                for run, charges in runs.items()
+            }
+        )
+
+
+def _length(charges: History) -> int:
+    return sum(count for _, count in charges)
+
+
+def _longer(run: str, a: History, b: History) -> History:
+    """Return the longer one of two records of a run, if the other is a beginning of it."""
+    short, long = sorted((a, b), key=_length)
+    # All entries agree, except that the shorter record may end within its last one.
+    begins = all(
+        ours[0] == theirs[0]
+        and (ours[1] == theirs[1] or (i == len(short) - 1 and ours[1] < theirs[1]))
+        for i, (ours, theirs) in enumerate(zip(short, long, strict=False))
+    )
+    if not begins or len(short) > len(long):
+        raise JournalError(
+            f"Two records of run {run} contradict each other; neither can be trusted.",
+            topic="journal-behind",
+        )
+    return long
 
 
 # -- lines -------------------------------------------------------------------------------------
@@ -449,3 +619,196 @@ def is_ledger_id(value: object) -> bool:
 def is_journal_name(name: str) -> bool:
     """True if a file of this name can be the journal of a ledger."""
     return name.endswith(".journal") and is_ledger_id(name.removesuffix(".journal"))
+
+
+# -- a client's releases ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The progress of a run: round ``begun`` goes on, or is over after ``parts`` releases.
+
+    ``limit`` was found when other runs had made ``others`` charges. When this was written, the
+    journal of data set ``dataset`` held ``charged`` charges of the run (None: an older version of
+    this package did not write it down).
+    """
+
+    run: str
+    fingerprint: str
+    limit: int
+    others: int
+    begun: int = -1
+    parts: int = 0
+    seed: str = ""
+    dataset: str | None = None
+    charged: int | None = None
+
+    @classmethod
+    def read(cls, path: Path, state: dict[str, Any]) -> Progress:
+        """Read it field by field: one that is absent has its default.
+
+        Raises:
+            JournalError: naming fields that are unknown, since they may change what was spent.
+        """
+        if unknown := sorted(state.keys() - {each.name for each in fields(cls)}):
+            raise JournalError(
+                f"{path} has unknown fields: {unknown}. Read it with the version of lightning-dp that "
+                "wrote it.",
+                topic="other-version",
+            )
+        return cls(**state)
+
+
+# -- names of releases -------------------------------------------------------------------------
+
+
+def check_name(argument_name: str, name: str, meaning: str) -> None:
+    """Raise ValueError for what cannot be written into a journal and be a part of a file's name."""
+    is_name = isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME
+    if not is_name or name.encode("utf-8", "replace").decode() != name:
+        raise ValueError(
+            f"{argument_name}={str(name)[:50]!r} must be {meaning}: text of 1 to {_LONGEST_NAME} "
+            "letters."
+        )
+
+
+def file_name(name: str) -> str:
+    """Return a name as part of a file name, different for different names, also without case."""
+    readable = quote(name, safe=" ")[:80]
+    return f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+
+
+def release_path(journal_path: Path, run: str) -> Path:
+    """Return where the progress of a run over a journal's data set is."""
+    return journal_path.with_suffix(f".{file_name(run)}.release")
+
+
+class Round(NamedTuple):
+    """A round of a federation, as a client's journal knows it: its charges are one run there."""
+
+    run: str
+    number: int
+
+    @property
+    def key(self) -> str:
+        """The name of that run; :meth:`read` is the inverse."""
+        return f"{self.run}#{self.number}"
+
+    @classmethod
+    def read(cls, key: str) -> Round | None:
+        """Return the round of that name; None if it names no round, but the run of a training."""
+        found = _ROUND.fullmatch(key)
+        return None if found is None else cls(found["run"], int(found["number"]))
+
+
+def rounds_in(runs: Charges, run: str) -> dict[int, Sequence[tuple[AbstractEvent, int]]]:
+    """Return the charges of a federation's rounds, by their numbers."""
+    named = ((Round.read(key), charges) for key, charges in runs.items())
+    return {at.number: charges for at, charges in named if at is not None and at.run == run}
+
+
+def charges_of(runs: Charges, run: str, but: int | None = None) -> int:
+    """Return the number of charges that a federation has made, over all its rounds ``but`` one."""
+    rounds = rounds_in(runs, run).items()
+    return sum(n for number, charges in rounds if number != but for _, n in charges)
+
+
+def federations_in(runs: Charges) -> dict[str, Charges]:
+    """Return the charges of a client's journal by federation; empty if it is not a client's."""
+    found: dict[str, Charges] = {}
+    for key, charges in runs.items():
+        if (at := Round.read(key)) is not None:
+            found.setdefault(at.run, Charges()).merge({key: charges})
+    return found
+
+
+# -- release files -----------------------------------------------------------------------------
+
+
+def write_release_file(path: Path, progress: Progress, kept: Kept, note: bytes) -> None:
+    """Replace the file, durably: it is the old one or the new one at any moment."""
+    content = b"".join([*kept.values(), note])
+    places = [[round_, part, len(sent)] for (round_, part), sent in kept.items()]
+    header = [_RELEASE_FORMAT, vars(progress), places, zlib.crc32(content)]
+    line = checked_line(header, (", ", ": "))  # as earlier versions wrote it
+    with replaced(path) as file:
+        file.write(line + content)
+
+
+def read_release_file(path: Path) -> tuple[Progress, Kept, bytes]:
+    """The progress, the releases that may be asked for again, and the note of the latest one.
+
+    Raises:
+        JournalError: if it is damaged.
+    """
+    line, _, content = path.read_bytes().partition(b"\n")
+    progress, places, check = _header(path, line)
+    if check != zlib.crc32(content):
+        raise _release_damaged(path)
+    kept, start = {}, 0
+    for round_, part, length in places:
+        kept[round_, part] = content[start : start + length]
+        start += length
+    return progress, kept, content[start:]
+
+
+def _header(path: Path, line: bytes) -> tuple[Progress, list[list[int]], int]:
+    try:
+        name, state, places, check = cast("list[Any]", read_line(line.rstrip(b"\n")))
+        if name == _RELEASE_FORMAT:
+            return Progress.read(path, state), places, check
+    except (ValueError, TypeError):
+        pass
+    raise _release_damaged(path)
+
+
+def _release_damaged(path: Path) -> JournalError:
+    return JournalError(
+        f"{path} is damaged: its checksum is wrong. {_RELEASE_CURE}", topic="journal-damaged"
+    )
+
+
+# -- against the journal -----------------------------------------------------------------------
+
+
+def progress_of_all(journal_path: Path) -> Iterator[tuple[Path, Progress]]:
+    """Yield the progress of each run over the journal's data set, by the files next to it."""
+    if not journal_path.parent.is_dir():
+        return
+    start = f"{journal_path.stem}."
+    for path in sorted(journal_path.parent.iterdir()):
+        if path.name.startswith(start) and path.suffix == ".release":
+            with open(path, "rb") as file:
+                yield path, _header(path, file.readline(_LONGEST_HEADER))[0]
+
+
+def check_nothing_is_missing(
+    journal_path: Path, dataset_id: str, runs: Charges, known: Sequence[tuple[Path, Progress]]
+) -> None:
+    """Refuse a journal that knows of fewer charges than were made, by the release files next to it.
+
+    Args:
+        journal_path, dataset_id: of the journal.
+        runs: what is in it.
+        known: of :func:`progress_of_all`, read before it.
+
+    Raises:
+        JournalError: naming both files and the cure.
+    """
+    for path, progress in known:
+        if progress.dataset not in (None, dataset_id):
+            raise JournalError(
+                f"{path} is of data set {progress.dataset!r}, and the journal {journal_path} of "
+                f"{dataset_id!r}. Put each file back where it was.",
+                topic="journal-behind",
+            )
+        here = charges_of(runs, progress.run)
+        if here < (progress.charged or 0):
+            raise JournalError(
+                f"The journal {journal_path} has {here} charges of run {progress.run!r}, and {path} "
+                f"knows of {progress.charged}: the journal was lost, cut, or replaced by an old copy. "
+                "Put the right journal back: without it, what was spent would be forgotten. If it is "
+                "lost for good, move both files away, and add what they had spent to whatever is "
+                "spent on this data from now on.",
+                topic="journal-behind",
+            )

@@ -1,20 +1,50 @@
-"""The ledger: an append-only record of privacy events, from which alone ε is computed."""
+"""The ledger: an append-only record of privacy events, from which alone ε is computed.
+
+After it: the union of a sweep's ledgers, the other journals of a folder, and recovery of a lost one.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import reprlib
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
-from lightning_dp._refusals import RefusedRun
-from lightning_dp.accounting.charges import Charges, JournalError
-from lightning_dp.accounting.events import AbstractEvent, AbstractExternal, Voided, VoidedRunError
-from lightning_dp.accounting.journal import Journal, is_ledger_id, new_id, read_journal
+from lightning_dp._files import file_of_checkpoint, local_folder
+from lightning_dp._refusals import RefusedRun, RefusedSetting
+from lightning_dp._validate import listed, whole
+from lightning_dp.accounting.events import (
+    AbstractEvent,
+    AbstractExternal,
+    Voided,
+    VoidedRunError,
+    event_from_dict,
+    sampled_gaussian,
+)
+from lightning_dp.accounting.journal import (
+    Charges,
+    Journal,
+    JournalContent,
+    JournalError,
+    is_ledger_id,
+    new_id,
+    read_journal,
+    read_text,
+)
 
 _FIELDS = {"id", "journal", "runs"}  # of a state; none of them has a default
+_READ = 4_000_000  # bytes that are read record by record: a fifth of a second
+_LOOKED_AT = 400_000_000  # bytes in which weights are looked for
+_WEIGHTS = re.compile(rb'\n\[null,"weights",\[([^\]]*)\]')
+_MOST = 10_000_000  # lines
 
 
 class Ledger:
@@ -257,3 +287,289 @@ def _check_complete(path: Path, ledger_id: str, runs: Charges) -> None:
                 "lightning_dp.accounting.recover_journal().",
                 topic="journal-behind",
             )
+
+
+# -- unions of ledgers, and recovery ------------------------------------------------------------
+
+
+def sweep_history(paths: str | Path | Iterable[str | Path]) -> list[tuple[AbstractEvent, int]]:
+    """All that was asked of one data set by several trainings, each run counted once.
+
+    For a hyper-parameter sweep whose results are seen: by plain composition it costs the epsilon
+    of this history. The trials may share a ledger, a folder, or neither; a run that several
+    journals or checkpoints know of (resumed from one another) is counted once.
+
+    The sum holds if number and plans of the trials were fixed before the first one, or depend
+    on the results only within a total that was. A trial that a *result* ended early
+    counts with its whole plan: add the rest, ``[*sweep_history(...), (event, steps_left)]``. It does
+    not cover choosing by a score on private validation data.
+
+    Args:
+        paths: journals, checkpoints, or folders, of which all ``*.journal`` directly in it are
+            read (``<default_root_dir>/privacy`` of a Trainer).
+
+    Returns:
+        ``[(event, count), ...]``, for :func:`epsilon` and accountants, or as ``spent`` of
+        :func:`calibrate`.
+
+    Raises:
+        JournalError: if a file is missing, damaged or not a journal, a folder has no journal, or
+            two contradict each other.
+        ValueError: if no path is given, or a checkpoint is not one of a private run.
+
+    Example:
+        >>> import tempfile
+        >>> from lightning_dp.accounting import Gaussian, epsilon
+        >>> folder = tempfile.mkdtemp()
+        >>> for trial in range(5):
+        ...     ledger = Ledger()
+        ...     ledger.begin(f"trial {trial}", Path(folder))
+        ...     ledger.charge(Gaussian(10.0))
+        ...     ledger.end()
+        >>> sweep_history(folder)
+        [(Gaussian(noise_multiplier=10.0), 5)]
+        >>> round(epsilon(sweep_history(folder), delta=1e-5), 3)
+        0.82
+    """
+    one = isinstance(paths, str | os.PathLike)
+    listed_paths = [paths] if one else listed("paths", paths, "files and folders")
+    given = [_path("paths", each) for each in listed_paths]
+    if not given:
+        raise ValueError("paths is empty; name the journals, checkpoints or folders of the trials.")
+    union = Ledger()
+    for file in (file for path in given for file in _files(path)):
+        if not zipfile.is_zipfile(file):
+            union.merge(read_journal(file)[1])
+        elif (state := _privacy_in(file).get("ledger")) is not None:
+            union.restore(state, file.parent)
+        else:
+            raise RefusedSetting(
+                f"{file} is not a checkpoint of a private run.", topic="checkpoint-without-ledger"
+            )
+    return union.history()
+
+
+def _path(name: str, value: object) -> Path:
+    if not isinstance(value, str | os.PathLike) or not isinstance(text := os.fspath(value), str):
+        raise TypeError(f"{name}={reprlib.repr(value)} must be a str or a pathlib.Path.")
+    return Path(text)
+
+
+def _files(path: Path) -> list[Path]:
+    """The file, or the journals in the folder."""
+    if not path.is_dir():
+        return [path]
+    journals = sorted(path.glob("*.journal"))
+    if not journals:
+        raise JournalError(
+            f"There is no privacy journal (*.journal) in the folder {path}.",
+            topic="journal-missing",
+        )
+    return journals
+
+
+@dataclass
+class Neighbours:
+    """Other journals with charges in a folder, newest first.
+
+    Args:
+        written: those that were read.
+        trained: those of them that know one of the weights.
+        unread: the number of those that were too long to read now.
+        damaged: files that cannot be read.
+    """
+
+    written: list[JournalContent] = field(default_factory=list)
+    trained: list[JournalContent] = field(default_factory=list)
+    unread: int = 0
+    damaged: list[Path] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """The number of them."""
+        return len(self.written) + self.unread + len(self.damaged)
+
+
+def neighbours(folder: Path, own_id: str, weights: AbstractSet[str]) -> Neighbours:
+    """Read the other journals in a folder.
+
+    Args:
+        folder: where to look.
+        own_id: of the ledger whose journal does not count.
+        weights: fingerprints; a journal that knows one is read whatever its length is.
+    """
+    found = Neighbours()
+    read = looked_at = 0
+    for _, path, size in sorted(_journals(folder), reverse=True):  # newest first
+        looked_at += size
+        if looked_at > _LOOKED_AT:
+            found.unread += 1
+            continue
+        try:
+            content = path.read_bytes()
+            knows = not weights.isdisjoint(_weights_in(content))
+            if not knows and read + size > _READ:
+                found.unread += 1
+                continue
+            written = read_text(path, content)
+        except (OSError, JournalError):
+            found.damaged.append(path)
+            continue
+        if written.ledger_id == own_id or not written.runs:
+            continue  # a fit that was refused leaves a journal without charges
+        read += size
+        found.written.append(written)
+        if knows:
+            found.trained.append(written)
+    return found
+
+
+def union(written: list[JournalContent]) -> Charges:
+    """All their charges; a run that several know of counts once.
+
+    Raises:
+        JournalError: if two contradict each other.
+    """
+    together = Charges()
+    for each in written:
+        # Federations have names that people gave; another data set may have one of the same name.
+        together.merge(
+            {
+                name if is_ledger_id(name) else f"{each.ledger_id} {name}": charges
+                for name, charges in each.runs.items()
+            }
+        )
+    return together
+
+
+def _journals(folder: Path) -> Iterator[tuple[float, Path, int]]:
+    """Yield the time, the path and the size of each journal."""
+    for path in folder.glob("*.journal"):
+        with contextlib.suppress(OSError):  # gone by now
+            stat = path.stat()
+            if S_ISREG(stat.st_mode):
+                yield stat.st_mtime, path, stat.st_size
+
+
+def _weights_in(content: bytes) -> Iterator[str]:
+    for match in _WEIGHTS.finditer(content):
+        yield from match[1].decode("ascii", "replace").replace('"', "").split(",")
+
+
+def recover_journal(
+    checkpoint_path: str | Path,
+    directory: str | Path,
+    unrecorded_steps: int,
+    costliest: AbstractEvent | None = None,
+) -> Path:
+    """Write a new journal from a checkpoint.
+
+    A journal may know of steps that the checkpoint does not (those made after it was saved, also by
+    other runs that were resumed from it or from an earlier one), and what is lost can only be
+    bounded, not found out. So this asks for an upper bound and charges it: each of these
+    steps as the costliest one that the run's plan may have come to by then. Then resume from the
+    checkpoint with ``ledger_dir=directory``.
+
+    Args:
+        checkpoint_path: a checkpoint of a private run.
+        directory: where to write the new journal. A damaged one must be moved away first.
+        unrecorded_steps: an upper bound on the noised steps that any run of this ledger made and
+            that the checkpoint does not contain.
+        costliest: an event that none of these steps cost more than, where the checkpoint cannot
+            tell: noise chosen at run time, a plan that went on for longer, or another fit of the
+            same callback with other batches or another noise multiplier.
+
+    Returns:
+        the path of the new journal.
+
+    Raises:
+        ValueError: if ``unrecorded_steps`` is no number of steps, the checkpoint has no journal, or
+            it cannot tell what a step costs at most and ``costliest`` is not given.
+        JournalError: if the journal exists.
+
+    Example:
+        >>> recover_journal(  # doctest: +SKIP
+        ...     "last.ckpt", "privacy", 500, costliest=PoissonGaussian(0.8, 0.01)
+        ... )
+    """
+    lost = whole("unrecorded_steps", unrecorded_steps, 0, _MOST)
+    is_event = isinstance(costliest, AbstractEvent)
+    if costliest is not None and not (is_event and costliest.is_gaussian and costliest.is_step):
+        raise ValueError(
+            f"costliest={costliest!r} must be an event of a step, such as PoissonGaussian(z, q)."
+        )
+    record = _privacy_in(checkpoint_path)
+    state = record.get("ledger")
+    if not isinstance(state, dict) or state.get("journal") is None:
+        raise RefusedSetting(
+            f"{checkpoint_path} is not a checkpoint of a private run with a journal.",
+            topic="checkpoint-without-ledger",
+        )
+    ledger_id, recorded, runs = read_state(state)
+    assert recorded is not None
+    path = local_folder("directory", directory) / recorded.name
+    for existing in (path, recorded):
+        if existing.exists():
+            raise JournalError(
+                f"{existing} exists. If it is damaged, move it away first.", topic="journal-exists"
+            )
+    if lost:
+        event = costliest or _costliest(record, runs.history(), lost)
+        runs.merge({new_id(): [(event, lost)]})
+    journal = Journal(path, ledger_id)
+    journal.extend(runs)
+    journal.close()
+    return path
+
+
+def _privacy_in(checkpoint_path: str | Path) -> dict[str, Any]:
+    """Return the privacy record of a checkpoint; empty if it has none."""
+    import torch  # only a checkpoint needs it, accounting does not
+
+    path = file_of_checkpoint(_path("checkpoint_path", checkpoint_path))
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise RefusedSetting(
+            f"The checkpoint {path} does not exist. Give one of the run.",
+            topic="unreadable-checkpoint",
+        ) from None
+    except Exception as error:  # of a file that may be anybody's
+        raise RefusedSetting(
+            f"{path} cannot be read as a checkpoint of plain types and tensors (nothing else is "
+            f"loaded, since that could run code): {type(error).__name__}. Give another one of the run.",
+            topic="unreadable-checkpoint",
+        ) from None
+    record = checkpoint.get("lightning_dp", {}) if isinstance(checkpoint, dict) else {}
+    return record if isinstance(record, dict) else {}
+
+
+def _costliest(
+    record: dict[str, Any], known: list[tuple[AbstractEvent, int]], lost: int
+) -> AbstractEvent:
+    """An event that no step costs more than, of any run that the ledger can have had."""
+    bounds = record.get("costliest")
+    if bounds is None:
+        raise RefusedSetting(
+            "The checkpoint does not tell what a lost step costs at most (noise chosen at run time, "
+            f"nothing trained yet, or an older version): give costliest=, an event that none of the "
+            f"unrecorded_steps={lost} cost more than, such as costliest=PoissonGaussian(z, q).",
+            topic="journal-missing",
+        )
+    steps = sum(count for _, count in known) + lost
+    stride, until = bounds["stride"], bounds["until"]
+    if until is not None and steps > until:
+        raise RefusedSetting(
+            f"unrecorded_steps={lost} after {steps - lost} is more than the plan's {until} steps of "
+            "which the checkpoint tells what they cost. Give a smaller bound, or costliest=, an event "
+            "that none of them cost more than.",
+            topic="journal-missing",
+        )
+    # Each position that a run went over was charged, or is a silent one before one that was.
+    latest = None if stride is None else stride * steps
+    within = [event for first, event in bounds["events"] if latest is None or first < latest]
+    event = event_from_dict(within[-1])
+    # It also covers steps like those already made, of other plans.
+    pairs = [event.pair, *(each.pair for each, _ in known if each.is_gaussian)]
+    noise, rate = min(z for z, _ in pairs), max(q for _, q in pairs)
+    return event if event.pair == (noise, rate) else sampled_gaussian(noise, rate)

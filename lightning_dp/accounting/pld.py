@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_dp._validate import between, instance, listed, normalise, not_negative
+from lightning_dp._validate import between, instance, listed, normalise, not_negative, whole
 from lightning_dp.accounting.base import (
     AbstractAccountant,
     Relation,
     check_delta,
     check_relation,
 )
-from lightning_dp.accounting.events import AbstractEvent, History, check_history
+from lightning_dp.accounting.events import AbstractEvent, History, check_history, sampled_gaussian
 from lightning_dp.accounting.external import Declared
 from lightning_dp.accounting.gdp import HUGE, LittleNoise, gdp_delta, gdp_epsilon, mu_of
 from lightning_dp.accounting.rdp import RenyiCurve
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 
 _NEXT_TO_NOTHING = 1e-6  # a μ that needs no amplification, at which a grid would be fine beyond use
 _ANY_DELTA = 1e-5  # to see how large the losses are
+_PARTS = 10  # of ε, between which the privacy profile is asked for
+_TRADE_OFF_RTOL = (
+    5e-3  # rates are shown in percent, and every report has them: a quarter of the time
+)
 
 
 @dataclass(frozen=True)
@@ -328,3 +332,187 @@ def chosen(accountant: AbstractAccountant | None) -> AbstractAccountant:
     if accountant is None:
         return PLDAccountant()
     return instance("accountant", accountant, AbstractAccountant)  # type: ignore[type-abstract]
+
+
+@dataclass(frozen=True)
+class EnvelopeAccountant(AbstractAccountant):
+    """:class:`PLDAccountant` for at most so many steps, none of which costs more than a declared one.
+
+    More noise than declared is a post-processing, and the cost grows with the rate and the number of
+    steps, so whatever is inside the envelope costs no more than all of it, next to anything else. For
+    what is not inside, ε is infinite: a budget affords no such step.
+
+    Args:
+        noise_multiplier: the least noise of a step, above 0.
+        sample_rate: the largest rate, in (0, 1].
+        steps: the largest number of steps.
+
+    Example:
+        >>> from lightning_dp.accounting import PoissonGaussian
+        >>> declared = EnvelopeAccountant(noise_multiplier=1.0, sample_rate=0.01, steps=100)
+        >>> histories = [[(PoissonGaussian(1.0, q), n)] for q, n in ((0.01, 100), (0.01, 101), (0.02, 9))]
+        >>> [round(declared.epsilon(each, 1e-5), 2) for each in histories]
+        [0.72, inf, inf]
+    """
+
+    is_its_own_guard: ClassVar[bool] = True
+
+    noise_multiplier: float = 1.0
+    sample_rate: float = 1.0
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        normalise(self, between("(0, inf)"), "noise_multiplier")
+        normalise(self, between("(0, 1]"), "sample_rate")
+        normalise(self, whole, "steps")
+
+    @property
+    def name(self) -> str:
+        """The name in reports."""
+        return "PLD inside a declared envelope"
+
+    def history(self) -> History:
+        """Return the costliest history that is inside."""
+        return [(sampled_gaussian(self.noise_multiplier, self.sample_rate), self.steps)]
+
+    def epsilon(self, history: History, delta: float, relation: Relation = "add_remove") -> float:
+        """Return ε of a history that is inside, else infinity."""
+        if not self._holds(history):
+            return math.inf
+        return PLDAccountant().epsilon(history, delta, relation)
+
+    def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
+        """Return δ of a history that is inside, else 1."""
+        if not self._holds(history):
+            return 1.0
+        return PLDAccountant().delta(history, epsilon, relation)
+
+    def _holds(self, history: History) -> bool:
+        checked = CheckedHistory.of(history)
+        steps = checked.steps
+        return (
+            not checked.external
+            and steps.total <= self.steps
+            and bool(np.all(steps.noise_multipliers >= self.noise_multiplier))
+            and bool(np.all(steps.sample_rates <= self.sample_rate))
+        )
+
+
+# -- hypothesis tests --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TradeOff:
+    r"""Bounds on every test of whether one record was used.
+
+    A test looks at all that was released and says "used" or "not used". Its false positive rate α
+    is the probability of "used" where the record was not; its true positive rate, where it was. For
+    each pair :math:`(\epsilon, \delta)` that holds, every test has
+
+    .. math:: \mathrm{TPR} \le \min\bigl(e^{\epsilon} α + \delta,\;
+        1 - e^{-\epsilon} (1 - \delta - α)\bigr).
+
+    Promised: the methods return upper bounds, for every test, if every pair holds in both directions
+    (as the accountants of this package say for add/remove; replacing is symmetric).
+
+    Source: Kairouz, Oh and Viswanath, arXiv 1311.0776v4, Theorem 2.1; Dong, Roth and Su, arXiv
+    1905.02383v3, Proposition 2.5.
+
+    Args:
+        pairs: ``(epsilon, delta)`` that hold for the releases, at least one.
+
+    Raises:
+        ValueError: without a pair, or if an ε is negative or NaN, or a δ is not in [0, 1].
+
+    Example:
+        >>> one = TradeOff(((1.0, 1e-5),))
+        >>> round(one.true_positive_rate(0.01), 4), round(one.advantage, 4)
+        (0.0272, 0.4621)
+    """
+
+    pairs: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        if not self.pairs:
+            raise ValueError("pairs=(): at least one (epsilon, delta) must be given.")
+        for epsilon, delta in self.pairs:
+            between("[0, inf]")("epsilon", epsilon)
+            between("[0, 1]")("delta", delta)
+
+    def true_positive_rate(self, false_positive_rate: float) -> float:
+        """Return the most that any test with this false positive rate finds, in [0, 1].
+
+        Args:
+            false_positive_rate: α in [0, 1].
+
+        Raises:
+            ValueError: if it is not.
+        """
+        rate = between("[0, 1]")("false_positive_rate", false_positive_rate)
+        bounds = [1.0]
+        for epsilon, delta in self.pairs:
+            # e^epsilon may be too large for a float: 1 is a bound then, too.
+            if rate == 0 or epsilon < 700:
+                bounds.append((math.exp(epsilon) * rate if rate else 0.0) + delta)
+            bounds.append(1 - math.exp(-epsilon) * (1 - delta - rate))
+        return min(bounds)
+
+    @property
+    def advantage(self) -> float:
+        r"""The most by which any test's true positive rate is above its false positive rate.
+
+        The two bounds of a pair meet where their difference is
+        :math:`(e^{\epsilon} - 1 + 2 \delta) / (e^{\epsilon} + 1)`. A guess whether a record was used,
+        where a fair coin decided it, is right with probability (1 + advantage) / 2 at most.
+        """
+        # tanh(epsilon / 2) = (e^epsilon - 1) / (e^epsilon + 1), which does not overflow.
+        return min(
+            min(1.0, math.tanh(epsilon / 2) + 2 * delta / (1 + math.exp(min(epsilon, 700.0))))
+            for epsilon, delta in self.pairs
+        )
+
+
+def trade_off(
+    history: History,
+    delta: float,
+    relation: Relation = "add_remove",
+    accountant: AbstractAccountant | None = None,
+) -> TradeOff:
+    """Return the bounds on tests that the events allow, by eleven points of their privacy profile.
+
+    The points are at ε = 0 (whose δ is the total variation distance, the largest advantage of
+    all) and on to the ε that belongs to ``delta``.
+
+    Args:
+        history: pairs of an event and its count.
+        delta: in (0, 1), of the largest ε that is asked for.
+        relation: ``"add_remove"`` or ``"replace_one"``.
+        accountant: gives δ at each ε; :class:`PLDAccountant` by default.
+
+    Raises:
+        ValueError: if an argument is illegal.
+
+    Example:
+        >>> from lightning_dp.accounting import PoissonGaussian
+        >>> bounds = trade_off([(PoissonGaussian(1.0, 0.01), 1000)], delta=1e-5)
+        >>> round(bounds.true_positive_rate(0.01), 2), round(bounds.advantage, 2)
+        (0.03, 0.16)
+    """
+    check_delta(delta)
+    check_relation(relation)
+    judge = chosen(accountant)
+    return up_to((judge.epsilon(history, delta, relation), delta), history, relation, judge)
+
+
+def up_to(
+    pair: tuple[float, float], history: History, relation: Relation, judge: AbstractAccountant
+) -> TradeOff:
+    """Return the bounds by a pair (ε, δ) that is known to hold, and by the profile below it."""
+    largest = pair[0]
+    if not math.isfinite(largest):
+        return TradeOff(((math.inf, 1.0),))
+    if isinstance(judge, PLDAccountant):  # also on a coarser grid, δ is never below the truth
+        judge = replace(judge, rtol=max(judge.rtol, _TRADE_OFF_RTOL))
+    epsilons = [largest * part / _PARTS for part in range(_PARTS)]
+    found = {epsilon: judge.delta(history, epsilon, relation) for epsilon in epsilons}
+    return TradeOff((*found.items(), pair))

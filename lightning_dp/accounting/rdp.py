@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from scipy.special import bdtr, bdtrc, expit, gammaln
 
-from lightning_dp._validate import not_negative
+from lightning_dp._validate import between, normalise, not_negative
 from lightning_dp.accounting.base import (
     AbstractAccountant,
     Relation,
@@ -18,6 +19,7 @@ from lightning_dp.accounting.base import (
 )
 from lightning_dp.accounting.events import History
 from lightning_dp.accounting.external import NOTHING, Declared
+from lightning_dp.accounting.gdp import mu_of_budget
 from lightning_dp.accounting.steps import CheckedHistory, FloatArray, Steps, joined
 
 _LARGEST_ORDER = 2.0**16
@@ -31,6 +33,10 @@ _MANY = 512  # terms of a binomial sum, from which on most of them may be next t
 _NEXT_TO_NOTHING = math.log(1e-10)  # ... of all
 _SMALL = 1e-5  # exponent, above its bound by half of this: orders are many where noise is large
 _SPACING = 0.02  # relative distance of the noise multipliers between which is interpolated
+# Closer together where they are small, as for large budgets.
+_BUDGET_ORDERS = np.concatenate(
+    [np.arange(11, 100) / 10, np.unique(np.round(np.geomspace(10, 4096, 120)))]
+)
 
 
 @dataclass(frozen=True)
@@ -338,3 +344,90 @@ def _log_moment_by_quadrature(
         sums = np.exp(exponent - top).sum(axis=1) * spacing / math.sqrt(2 * math.pi)
         result[first : first + chunk] = np.maximum(top[:, 0] + np.log(sums), 0.0) + 1e-15
     return result
+
+
+# -- one order, fixed in advance ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OneOrderAccountant(AbstractAccountant):
+    """Rényi accounting at one order a, fixed before anything runs, so that costs add up.
+
+    ``epsilon = rho(a) + penalty``, ``penalty = log(1 - 1/a) - (log delta + log a) / (a - 1)`` (Canonne,
+    Kamath and Steinke, arXiv 2004.00010v4, Proposition 12). rho of trainings that run one after
+    another, or in turns, add up, also if each was chosen by the results of those before: what keeps
+    ``sum rho`` below a bound that was fixed in advance is (ε, δ)-DP as a whole (Feldman and Zrnic,
+    arXiv 2008.11193, for every such filter of one order).
+
+    Args:
+        order: a > 1.
+
+    Example:
+        >>> from lightning_dp.accounting import PoissonGaussian
+        >>> accountant, step = OneOrderAccountant(7.0), PoissonGaussian(2.0, 0.01)
+        >>> one, two, four = (accountant.epsilon([(step, n)], 1e-5) for n in (500, 1000, 2000))
+        >>> round((four - two) / (two - one), 9)
+        2.0
+    """
+
+    is_its_own_guard: ClassVar[bool] = True
+
+    order: float = 8.0
+
+    def __post_init__(self) -> None:
+        normalise(self, between("(1, 1e6]"), "order")
+
+    @property
+    def name(self) -> str:
+        """The name in reports."""
+        return "RDP of one order"
+
+    def epsilon(self, history: History, delta: float, relation: Relation = "add_remove") -> float:
+        """Return rho(a) and the penalty; 0 for nothing."""
+        curve = self._curve(history, relation)
+        left = curve.declared.left_of(check_delta(delta))
+        if curve.is_empty:
+            return 0.0
+        return max(0.0, self._rho(curve) + self.penalty(left)) if left > 0 else math.inf
+
+    def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
+        """Return ``e^((a - 1) (rho(a) - epsilon + log(1 - 1/a)) - log a)``; 0 for nothing."""
+        curve, a = self._curve(history, relation), self.order
+        epsilon = not_negative("epsilon", epsilon)
+        if curve.is_empty:
+            return 0.0
+        exponent = (a - 1) * (self._rho(curve) - epsilon + math.log1p(-1 / a)) - math.log(a)
+        return curve.declared.with_all(math.exp(min(exponent, 0.0)))
+
+    def divergence(self, history: History, relation: Relation) -> float:
+        """Return rho(a) of a history."""
+        return self._rho(self._curve(history, relation))
+
+    def penalty(self, delta: float) -> float:
+        """Return the difference of epsilon at delta and rho(a)."""
+        return penalty(self.order, delta)
+
+    @staticmethod
+    def _curve(history: History, relation: Relation) -> RenyiCurve:
+        return RenyiCurve.of(CheckedHistory.of(history), relation)
+
+    def _rho(self, curve: RenyiCurve) -> float:
+        if curve.is_empty:
+            return 0.0
+        if curve.steps.has_noiseless:
+            return math.inf
+        return float(curve.at(np.array([self.order]))[0])
+
+
+def order_of_budget(epsilon: float, delta: float) -> float:
+    """Return the best order for one Gaussian release that takes all of the budget.
+
+    Example:
+        >>> order_of_budget(3.0, 1e-5), order_of_budget(0.5, 1e-5)
+        (7.1, 29.0)
+    """
+    mu = mu_of_budget(epsilon, delta)
+    penalties = np.log1p(-1 / _BUDGET_ORDERS) - (math.log(delta) + np.log(_BUDGET_ORDERS)) / (
+        _BUDGET_ORDERS - 1
+    )
+    return float(_BUDGET_ORDERS[np.argmin(_BUDGET_ORDERS * mu**2 / 2 + penalties)])

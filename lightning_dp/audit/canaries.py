@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from lightning_dp._checks import check_loader
 from lightning_dp._validate import probability, whole
 from lightning_dp.accounting import PLDAccountant
+from lightning_dp.accounting.base import epsilon_text
 from lightning_dp.accounting.events import AbstractEvent
-from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.audit.bounds import (
     Errors,
     FloatArray,

@@ -20,13 +20,12 @@ from lightning_dp._validate import normalise, number, probability, whole
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.base import Relation, check_relation
 from lightning_dp.accounting.calibration import affordable_steps
-from lightning_dp.accounting.charges import Charges, JournalError
-from lightning_dp.accounting.declared_in_advance import OneOrderAccountant, order_of_budget
 from lightning_dp.accounting.events import AbstractEvent, History, Voided, VoidedRunError, counted
 from lightning_dp.accounting.guards import GDPGuard
-from lightning_dp.accounting.journal import Journal, read_journal
-from lightning_dp.accounting.rdp import total_divergence
-from lightning_dp.accounting.release_file import (
+from lightning_dp.accounting.journal import (
+    Charges,
+    Journal,
+    JournalError,
     Kept,
     Progress,
     Round,
@@ -35,11 +34,13 @@ from lightning_dp.accounting.release_file import (
     check_nothing_is_missing,
     file_name,
     progress_of_all,
+    read_journal,
     read_release_file,
     release_path,
     rounds_in,
     write_release_file,
 )
+from lightning_dp.accounting.rdp import OneOrderAccountant, order_of_budget, total_divergence
 from lightning_dp.accounting.steps import Steps
 from lightning_dp.federated.protocol import MessageError
 from lightning_dp.gradients import UnsupportedModelError

@@ -13,9 +13,8 @@ from typing import Any
 
 from lightning_dp._files import file_of_checkpoint
 from lightning_dp.about import About
-from lightning_dp.accounting.base import check_delta
-from lightning_dp.accounting.charges import Charges, JournalError
-from lightning_dp.accounting.rounding import epsilon_text
+from lightning_dp.accounting.base import check_delta, epsilon_text
+from lightning_dp.accounting.journal import Charges, JournalError
 from lightning_dp.report.content import READERS, Page, Total, charged, plain, render
 from lightning_dp.report.files import (
     CheckedDocument,

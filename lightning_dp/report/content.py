@@ -20,17 +20,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_origin,
 from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import flag, number, one_of, shown, whole_from_0
 from lightning_dp.accounting import PLDAccountant, StreamingRDPAccountant
-from lightning_dp.accounting.base import AbstractAccountant, Relation, check_relation
-from lightning_dp.accounting.charges import Charges
-from lightning_dp.accounting.declared_in_advance import EnvelopeAccountant, OneOrderAccountant
+from lightning_dp.accounting.base import AbstractAccountant, Relation, check_relation, epsilon_text
 from lightning_dp.accounting.events import (
     AbstractEvent,
     AbstractExternal,
     History,
     sampled_gaussian,
 )
-from lightning_dp.accounting.hypothesis_tests import TradeOff, up_to
-from lightning_dp.accounting.rounding import epsilon_text
+from lightning_dp.accounting.journal import Charges
+from lightning_dp.accounting.pld import EnvelopeAccountant, TradeOff, up_to
+from lightning_dp.accounting.rdp import OneOrderAccountant
 
 if TYPE_CHECKING:
     from jinja2 import Environment

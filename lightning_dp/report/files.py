@@ -23,21 +23,20 @@ from lightning_dp.accounting.base import (
     Relation,
     check_delta,
     check_relation,
+    epsilon_text,
 )
-from lightning_dp.accounting.charges import Charges, JournalError
 from lightning_dp.accounting.journal import (
+    Charges,
+    JournalError,
+    check_nothing_is_missing,
+    federations_in,
     is_journal_name,
     is_ledger_id,
+    progress_of_all,
     read_journal,
 )
 from lightning_dp.accounting.ledger import read_state
 from lightning_dp.accounting.pld import PLDAccountant
-from lightning_dp.accounting.release_file import (
-    check_nothing_is_missing,
-    federations_in,
-    progress_of_all,
-)
-from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.report.content import Page, PrivacyReport, Total, render
 
 __all__ = [

@@ -16,14 +16,10 @@ from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._validate import normalise, number, optional, positive, probability, whole
 from lightning_dp.accounting.base import AbstractAccountant, Relation, check_relation
 from lightning_dp.accounting.calibration import alike, calibrate_steps
-from lightning_dp.accounting.declared_in_advance import (
-    EnvelopeAccountant,
-    OneOrderAccountant,
-    order_of_budget,
-)
 from lightning_dp.accounting.events import History, check_history
 from lightning_dp.accounting.external import Declared
-from lightning_dp.accounting.pld import PLDAccountant
+from lightning_dp.accounting.pld import EnvelopeAccountant, PLDAccountant
+from lightning_dp.accounting.rdp import OneOrderAccountant, order_of_budget
 from lightning_dp.accounting.steps import CheckedHistory
 
 __all__ = ["STATE", "Search", "Trial", "search_text"]

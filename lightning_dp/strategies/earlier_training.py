@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from lightning_dp._shards import held_here
 from lightning_dp._warnings import warn
-from lightning_dp.accounting.charges import JournalError
-from lightning_dp.accounting.journals import Neighbours, neighbours, union
-from lightning_dp.accounting.ledger import Ledger
+from lightning_dp.accounting.journal import JournalError
+from lightning_dp.accounting.ledger import Ledger, Neighbours, neighbours, union
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.totals import at_start, with_whole_plan
 

@@ -14,8 +14,8 @@ from lightning_dp._checks import MisconfigurationError
 from lightning_dp._training_step import loss_in
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
+from lightning_dp.accounting.base import epsilon_text
 from lightning_dp.accounting.events import VoidedRunError
-from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.isolation.state import TwinState
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.run import PrivateRun

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_dp._refusals import text_of
-from lightning_dp.accounting.charges import Charges, JournalError
-from lightning_dp.accounting.journal import JournalContent
-from lightning_dp.accounting.journals import Neighbours, neighbours, union
+from lightning_dp.accounting.base import epsilon_text
+from lightning_dp.accounting.journal import Charges, JournalContent, JournalError
+from lightning_dp.accounting.ledger import Neighbours, neighbours, union
 from lightning_dp.accounting.pld import PLDAccountant
-from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.report.files import has_guarantee
 from lightning_dp.run import PrivateRun
 

@@ -21,9 +21,8 @@ from lightning_dp.accounting import (
     StreamingRDPAccountant,
     epsilon_text,
 )
-from lightning_dp.accounting.base import CachedAccountant
+from lightning_dp.accounting.base import CachedAccountant, float32_above
 from lightning_dp.accounting.events import PoissonRound
-from lightning_dp.accounting.rounding import float32_above
 
 HISTORY = [(PoissonGaussian(1.1, 0.02), 150), (PoissonGaussian(0.9, 0.01), 200)]
 CACHED = CachedAccountant(PLDAccountant())  # one for all: no answer is taken for another

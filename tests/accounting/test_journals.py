@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from lightning_dp.accounting import PoissonGaussian, calibrate, epsilon, sweep_history
-from lightning_dp.accounting.charges import JournalError
-from lightning_dp.accounting.journal import Journal
-from lightning_dp.accounting.journals import neighbours, union
+from lightning_dp.accounting.journal import Journal, JournalError
+from lightning_dp.accounting.ledger import neighbours, union
 
 A, B = PoissonGaussian(1.0, 0.01), PoissonGaussian(2.0, 0.01)
 OWN, ONE, TWO = "0" * 16, "1" * 16, "2" * 16
@@ -45,7 +44,7 @@ def test_a_run_that_two_journals_know_counts_once_and_federations_of_one_name_tw
 
 
 def test_weights_are_found_also_in_a_journal_too_long_to_add_up(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_dp.accounting.journals._READ", 0)
+    monkeypatch.setattr("lightning_dp.accounting.ledger._READ", 0)
     write(tmp_path / "1.journal", ONE, {"r": [A]}, "aa", "bb")
     write(tmp_path / "2.journal", TWO, {"r": [A]}, "cc")
     (tmp_path / "3.journal").write_text("damaged")

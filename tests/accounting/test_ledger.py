@@ -25,9 +25,8 @@ from lightning_dp.accounting import (
     recover_journal,
     sweep_history,
 )
-from lightning_dp.accounting.charges import Charges, JournalError
 from lightning_dp.accounting.events import PoissonRound, Voided
-from lightning_dp.accounting.journal import Journal, read_journal
+from lightning_dp.accounting.journal import Charges, Journal, JournalError, read_journal
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.callbacks import PrivacyLogger
 from lightning_dp.report.files import read_document, write_report

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_dp.accounting import PoissonGaussian, epsilon
-from lightning_dp.accounting.charges import Charges
+from lightning_dp.accounting.journal import Charges
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report import PrivacyReport
 from lightning_dp.report.__main__ import main

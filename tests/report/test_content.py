@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian, epsilon, epsilon_text
-from lightning_dp.accounting.charges import Charges
+from lightning_dp.accounting.journal import Charges
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report import PrivacyReport
 from lightning_dp.report.files import read_report, write_report

@@ -18,8 +18,8 @@ from lightning_dp.accounting import (
     epsilon_text,
     trade_off,
 )
-from lightning_dp.accounting.charges import Charges
 from lightning_dp.accounting.events import Voided
+from lightning_dp.accounting.journal import Charges
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report.content import Page, render
 from tests.report.conftest import EVENTS, ID

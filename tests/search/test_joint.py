@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 from lightning_dp import DifferentialPrivacy, FullBatch
 from lightning_dp._refusals import Refusal
 from lightning_dp.accounting import ApproximateDP, Gaussian, PoissonGaussian, epsilon, sweep_history
-from lightning_dp.accounting.declared_in_advance import EnvelopeAccountant, OneOrderAccountant
+from lightning_dp.accounting.pld import EnvelopeAccountant
+from lightning_dp.accounting.rdp import OneOrderAccountant
 from lightning_dp.report.__main__ import main
 from lightning_dp.schedules import AbstractAdaptiveSchedule
 from lightning_dp.search import Search

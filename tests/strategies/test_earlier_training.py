@@ -17,9 +17,8 @@ from torch import nn
 
 from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian
-from lightning_dp.accounting.charges import Charges
-from lightning_dp.accounting.journal import Journal, read_written
-from lightning_dp.accounting.rounding import epsilon_text
+from lightning_dp.accounting.base import epsilon_text
+from lightning_dp.accounting.journal import Charges, Journal, read_written
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.schedules import Exponential
 from lightning_dp.strategies import earlier_training, totals
@@ -249,7 +248,7 @@ def test_damaged_and_long_journals_are_named_and_cost_little(
         journal.append(f"{number:016x}", 0, PoissonGaussian(20.0 + number / 7, 0.01))
         journal.close()
     (folder / "damaged.journal").write_bytes(b"nothing")
-    monkeypatch.setattr("lightning_dp.accounting.journals._READ", 4_000)
+    monkeypatch.setattr("lightning_dp.accounting.ledger._READ", 4_000)
     start = time.process_time()
     fit(classifier(mlp()))
     assert time.process_time() - start < 2  # with the fit
