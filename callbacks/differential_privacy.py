@@ -18,6 +18,7 @@ from lightning_dp.callbacks.privacy_logger import PrivacyLogger
 from lightning_dp.callbacks.privacy_report_files import PrivacyReportFiles
 from lightning_dp.config import EngineName, PrivacyConfig
 from lightning_dp.estimators import AbstractEstimator
+from lightning_dp.noise import AbstractNoise, IndependentNoise
 from lightning_dp.postprocessing import AbstractPostProcessor
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import AbstractSampling, Poisson
@@ -50,8 +51,10 @@ class DifferentialPrivacy(Callback):
         noise_schedule: how the noise changes over steps; default constant.
         estimator: forms the question to the data; default DP-SGD's mean of clipped gradients.
         postprocessing: applied to the private gradient, in order.
-        sampling: ``Poisson()`` or ``FullBatch()``.
-        relation: "add_remove" or "replace_one".
+        sampling: ``Poisson()``, ``FullBatch()``, ``CyclicPoisson(bands)`` or ``FixedOrder()``.
+        noise: ``IndependentNoise()`` (default); noise that remembers, ``BandedNoise(bands)`` with
+            ``CyclicPoisson(bands)`` or ``FixedOrder()``, ``LambdaCGD(lam)`` with ``FixedOrder()``.
+        relation: "add_remove", "replace_one", or "zero_out" (for ``FixedOrder()``).
         accountant: computes ε.
         engine: computes gradients per record: "layers" (the whole batch at once, by the types of its
             layers; "bookkeeping" is its old name), "records" (every record alone, all at once under
@@ -116,6 +119,7 @@ class DifferentialPrivacy(Callback):
         estimator: AbstractEstimator | None = None,
         postprocessing: Sequence[AbstractPostProcessor] = (),
         sampling: AbstractSampling | None = None,
+        noise: AbstractNoise | None = None,
         relation: Relation = "add_remove",
         accountant: AbstractAccountant | None = None,
         engine: EngineName = "auto",
@@ -142,6 +146,7 @@ class DifferentialPrivacy(Callback):
                 estimator=estimator,
                 postprocessing=postprocessing,
                 sampling=Poisson() if sampling is None else sampling,
+                noise=IndependentNoise() if noise is None else noise,
                 relation=relation,
                 accountant=PLDAccountant() if accountant is None else accountant,
                 engine=engine,

@@ -22,17 +22,22 @@ __all__ = [
     "AbstractSampling",
     "AbstractSchedule",
     "ApproximateDP",
+    "BandedNoise",
     "BatchPlan",
     "Constant",
     "Cosine",
     "CubicNewton",
+    "CyclicPoisson",
     "Diff2",
     "DifferentialPrivacy",
     "DynamicGD",
     "DynamicMomentum",
     "Exponential",
+    "FixedOrder",
     "FromInfluence",
     "FullBatch",
+    "IndependentNoise",
+    "LambdaCGD",
     "LaplacianSmoothing",
     "MeanGradient",
     "Momentum",
@@ -46,6 +51,7 @@ __all__ = [
     "Storm",
     "StreamingRDPAccountant",
     "Term",
+    "Workload",
     "fix",
     "losses_of_records",
     "rows_of_records",
@@ -67,8 +73,16 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from lightning_dp.estimators import AbstractEstimator, CubicNewton, Diff2, MeanGradient, Storm
     from lightning_dp.gradients.batches import rows_of_records
     from lightning_dp.losses import losses_of_records
+    from lightning_dp.noise import BandedNoise, IndependentNoise, LambdaCGD, Workload
     from lightning_dp.postprocessing import AbstractPostProcessor, LaplacianSmoothing, Momentum
-    from lightning_dp.sampling import AbstractSampling, BatchPlan, FullBatch, Poisson
+    from lightning_dp.sampling import (
+        AbstractSampling,
+        BatchPlan,
+        CyclicPoisson,
+        FixedOrder,
+        FullBatch,
+        Poisson,
+    )
     from lightning_dp.schedules import (
         AbstractSchedule,
         Constant,
@@ -88,6 +102,7 @@ else:
         "accounting",
         "boundary",
         "sampling",
+        "noise",
         "estimators",
         "schedules",
         "postprocessing",

@@ -288,6 +288,8 @@ def _optimised(bands: int, steps: int, workload: Workload) -> tuple[float, ...]:
 
     k = np.arange(1, bands)
     start = np.cumprod((2 * k - 1) / (2 * k))  # (1 - x)^(-1/2)
-    found = minimize(excess, start, jac=True, method="L-BFGS-B", options={"maxiter": 50, "ftol": 1e-6})
+    found = minimize(
+        excess, start, jac=True, method="L-BFGS-B", options={"maxiter": 50, "ftol": 1e-6}
+    )
     best = found.x if found.fun < excess(start)[0] else start
     return (1.0, *best.tolist())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,18 +15,21 @@ from numpy.typing import NDArray
 
 from lightning_dp._described import check_same, refuse_unknown
 from lightning_dp._files import local_folder
-from lightning_dp._noise import NoiseSource
+from lightning_dp._noise import CorrelatedSource, NoiseSource, random_generator
 from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._world import World
 from lightning_dp.accounting.base import CachedAccountant
 from lightning_dp.accounting.events import History
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.accounting.pld import PLDAccountant, epsilon_curve
+from lightning_dp.accounting.steps import check_places
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.mechanism import Mechanism
+from lightning_dp.noise import AbstractNoise
 from lightning_dp.noise_plan import Budget, NoisePlan, costliest_events
 from lightning_dp.plan.signal import Signal, SignalTracker
 from lightning_dp.sampling import BatchPlan
+from lightning_dp.sampling.blocks import AbstractBlockSampling, Draw
 
 if TYPE_CHECKING:
     from lightning_dp.plan.advice import Setting
@@ -46,12 +49,18 @@ class PlannedFit:
         end: the mechanism's step at which the plan ends; may be infinite.
         affordable_end: the one at which the budget does.
         is_under_way: the journal is open, and steps are made.
+        draw: draws the batches of the block; None where each is drawn by itself.
     """
 
     mechanism: Mechanism
     end: float
     affordable_end: float
     is_under_way: bool = True
+    draw: Draw | None = field(default=None, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: without what tells who is in a batch."""
+        return {**vars(self), "draw": None}
 
     @classmethod
     def declare(
@@ -77,7 +86,8 @@ class PlannedFit:
             state: of the mechanism that these steps go on from; None if they begin.
         """
         config, step = budget.config, 0 if state is None else int(state["step"])
-        plan = budget.plan(world.broadcast(scale))
+        plan = budget.plan(world.broadcast(scale), step, planned_steps)
+        plan = replace(plan, noise=world.broadcast(plan.noise))  # optimised, to the last bit
         affordable = world.broadcast(
             budget.affordable(plan, step, planned_steps, is_calibrated=is_calibrated)
         )
@@ -87,7 +97,7 @@ class PlannedFit:
             ledger=ledger,
             guard=budget.guard(plan, step, planned_steps, affordable),
             num_records=budget.batches.num_records,
-            noise=NoiseSource(config.seed, world.rank),
+            noise=_source(plan.noise, config.seed, world.rank),
             world=world,
             signal=_tracker(config),
             count_weight=_COUNT_WEIGHT if config.count_clipped else 0.0,
@@ -95,7 +105,11 @@ class PlannedFit:
         )
         if state is not None:
             mechanism.load_state_dict(state)
-        return cls(mechanism, step + planned_steps, step + affordable)
+        draw = None
+        if isinstance(config.sampling, AbstractBlockSampling):
+            rng = random_generator(config.seed, 3, world.rank, step)
+            draw = config.sampling.begin(budget.batches, world.rank, world.size, rng)
+        return cls(mechanism, step + planned_steps, step + affordable, draw=draw)
 
     def replan(self, budget: Budget, world: World) -> None:
         """Find again how far the budget goes.
@@ -125,9 +139,16 @@ class PlannedFit:
         return costliest_events(plan, self.mechanism.step, self.end)
 
 
+def _source(noise: AbstractNoise, seed: int | None, rank: int) -> NoiseSource:
+    """Return a new source, of a new block if the noise remembers."""
+    if noise.bands == 1:
+        return NoiseSource(seed, rank)
+    return CorrelatedSource(noise.correlate, noise.column_norm, seed, rank)
+
+
 def _tracker(config: PrivacyConfig) -> SignalTracker | None:
-    """Return what follows the releases, where they are gradients and advice is wanted."""
-    wanted = config.advice or config.count_clipped
+    """Return what follows the releases, where they are gradients of independent noise."""
+    wanted = (config.advice or config.count_clipped) and config.noise.bands == 1
     estimates = config.resolved_estimator().traits.estimates_gradient
     return SignalTracker() if wanted and estimates else None
 
@@ -230,9 +251,10 @@ class PrivateRun:
             return np.where(more_steps + self.steps > 0, claim, self.epsilon)
         if self.mechanism is None:
             return np.full(more_steps.shape, self.epsilon)  # nothing is planned yet
+        plan, now = self.mechanism.plan, self.mechanism.step
         return epsilon_curve(
-            self.mechanism.plan.events_from(self.mechanism.step),
-            more_steps,
+            plan.events_from(now),
+            plan.charges_before(now + more_steps) - plan.charges_before(now),
             self.config.target_delta,
             self.config.relation,
             self.config.accountant,
@@ -251,11 +273,7 @@ class PrivateRun:
         delta = self.config.target_delta
         if self.is_adaptive:
             return self._claim(delta) if self.steps + remaining else self.epsilon
-        plan, now, more = mechanism.plan, mechanism.step, int(remaining)
-        if plan.is_constant:
-            left: History = [(plan.event(now), more)] if more else []
-        else:
-            left = [(plan.event(step), 1) for step in range(now, now + more)]
+        left = mechanism.plan.history(mechanism.step, int(remaining))
         history = [*self.ledger.history(), *mechanism.unasked, *left]
         return self._accountant.epsilon(history, delta, self.config.relation)
 
@@ -271,8 +289,8 @@ class PrivateRun:
         if mechanism is None or self.is_adaptive or not math.isfinite(more):
             return None
         plan, now = mechanism.plan, mechanism.step
-        if plan.is_constant:
-            left: History = [(plan.event(now), int(more))] if more else []
+        if plan.is_constant or plan.is_block:
+            left = plan.history(now, int(more))
         else:
             left = coarse_steps(plan.steps(now, int(more))).events()
         history = [*coarse(others), *coarse(self.ledger.history()), *mechanism.unasked, *left]
@@ -307,6 +325,14 @@ class PrivateRun:
     def step(self) -> int:
         """The step of the plan that is next, or running."""
         return 0 if self.mechanism is None else self.mechanism.step
+
+    def draw(self, step: int, rate: float, rng: np.random.Generator) -> NDArray[np.int64] | None:
+        """Draw the batch of a step of the block; None where batches are drawn by themselves."""
+        if not isinstance(self.config.sampling, AbstractBlockSampling):
+            return None
+        if self._fit is None or self._fit.draw is None:
+            raise RefusedRun("A copy of a run draws no batches of its block.", topic="out-of-order")
+        return self._fit.draw(step, rate, rng)
 
     @property
     def step_to_continue(self) -> int:
@@ -378,6 +404,7 @@ class PrivateRun:
     def _planned_fit(self, planned_steps: float, world: World, steps_before: int) -> PlannedFit:
         """Find the noise and the budget of the steps to come."""
         budget, resumed = self._budget(self.ledger.history()), self._resumed
+        check_places(budget.spent, self.config.relation)
         state = self._state_to_continue(steps_before)
         if resumed is None:
             step = 0 if state is None else int(state["step"])

@@ -139,7 +139,7 @@ class GridSearch:
         """Return the larger value of removing and adding a record; exchanging one is symmetric."""
         merged = _merge_full_batch(steps)
         value = Direction(self, target, relation, False).value(merged, 0.0)
-        if relation == "add_remove":
+        if relation != "replace_one":
             value = max(value, Direction(self, target, relation, True).value(merged, value))
         return value
 
@@ -392,7 +392,7 @@ class CurveSearch:
                 return without
         values = np.zeros(run.size)
         self._raise_to(values, run, backward=False)
-        if self._relation == "add_remove":
+        if self._relation != "replace_one":
             self._raise_to(values, run, backward=True)
         return np.asarray(np.minimum(values, without))
 

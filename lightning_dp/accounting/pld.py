@@ -97,14 +97,14 @@ class PLDAccountant(AbstractAccountant):
     def epsilon(self, history: History, delta: float, relation: Relation = "add_remove") -> float:
         """Return the least epsilon at ``delta``; see the class."""
         checked = CheckedHistory.of(history)
-        declared = Declared.of(checked.external, relation)
+        declared = Declared.of(checked.external(relation), relation)
         return self._epsilon(checked.steps, declared, delta, relation)
 
     def epsilon_after(
         self, spent: CheckedHistory, steps: Steps, delta: float, relation: Relation
     ) -> float:
         """Return the least epsilon of what was spent and further steps."""
-        declared = Declared.of(spent.external, relation)
+        declared = Declared.of(spent.external(relation), relation)
         return self._epsilon(joined(spent.steps, steps), declared, delta, relation)
 
     def _epsilon(self, steps: Steps, declared: Declared, delta: float, relation: Relation) -> float:
@@ -140,7 +140,7 @@ class PLDAccountant(AbstractAccountant):
         target = Target(epsilon=not_negative("epsilon", epsilon))
         check_relation(relation)
         checked = CheckedHistory.of(history)
-        steps, declared = checked.steps, Declared.of(checked.external, relation)
+        steps, declared = checked.steps, Declared.of(checked.external(relation), relation)
         search = self._search(declared)
         if not declared.is_empty:
             bound = RenyiCurve(steps, relation, declared).delta(epsilon)
@@ -170,7 +170,7 @@ class PLDAccountant(AbstractAccountant):
         """Return epsilon after each length; those that are close share their work."""
         from lightning_dp.accounting._grid import CurveSearch, Run
 
-        declared = Declared.of(CheckedHistory.of(spent).external, relation)
+        declared = Declared.of(CheckedHistory.of(spent).external(relation), relation)
         run = Run.of(plan, lengths, [each for each in spent if each[0].is_gaussian])
         left, steps = declared.left_of(delta), run.steps()
         is_little = mu_of(steps, relation) < _NEXT_TO_NOTHING
@@ -391,7 +391,7 @@ class EnvelopeAccountant(AbstractAccountant):
         checked = CheckedHistory.of(history)
         steps = checked.steps
         return (
-            not checked.external
+            not checked.others
             and steps.total <= self.steps
             and bool(np.all(steps.noise_multipliers >= self.noise_multiplier))
             and bool(np.all(steps.sample_rates <= self.sample_rate))

@@ -72,7 +72,7 @@ class StreamingRDPAccountant(AbstractAccountant):
         self, spent: CheckedHistory, steps: Steps, delta: float, relation: Relation
     ) -> float:
         """Return the best epsilon over the orders for what was spent and further steps."""
-        declared = Declared.of(spent.external, relation)
+        declared = Declared.of(spent.external(relation), relation)
         return RenyiCurve(joined(spent.steps, steps), relation, declared).epsilon(delta)
 
     def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
@@ -95,7 +95,7 @@ class RenyiCurve:
     @classmethod
     def of(cls, history: CheckedHistory, relation: Relation) -> RenyiCurve:
         check_relation(relation)
-        return cls(history.steps, relation, Declared.of(history.external, relation))
+        return cls(history.steps, relation, Declared.of(history.external(relation), relation))
 
     @property
     def is_empty(self) -> bool:
@@ -243,7 +243,7 @@ def _log_moments(z: FloatArray, q: FloatArray, order: float, relation: Relation)
     """``(a - 1) rho(a)`` of every (z, q), q < 1; a node of rate 1 is read as the Gaussian it is."""
     result = 0.5 * check_relation(relation) ** 2 * order * (order - 1) * (1 / z) ** 2
     sampled = q < 1
-    if relation == "add_remove" and order == round(order):
+    if relation != "replace_one" and order == round(order):
         # As e^x - 1 grows faster than x, a sum of terms up to x_a is at most q^2 (e^x_a - 1).
         last = order * (order - 1) / 2 * (1 / z) ** 2
         small = sampled & (last < _SMALL)

@@ -13,10 +13,12 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dp._refusals import RefusedSetting
 from lightning_dp.accounting.events import (
     AbstractEvent,
     AbstractExternal,
     History,
+    Relation,
     check_entry,
     check_history,
     sampled_gaussian,
@@ -104,12 +106,12 @@ class CheckedHistory:
     Args:
         events: the history as it was given.
         steps: its steps, merged.
-        external: what is no Gaussian that could be merged, with counts above 0.
+        others: what is no Gaussian that could be merged, with counts above 0.
     """
 
     events: History
     steps: Steps
-    external: tuple[tuple[AbstractExternal, int], ...] = ()
+    others: tuple[tuple[AbstractExternal, int], ...] = ()
 
     @classmethod
     def of(cls, history: History, name: str = "history") -> CheckedHistory:
@@ -118,6 +120,28 @@ class CheckedHistory:
         steps = merge([entry for entry in entries if not isinstance(entry[0], AbstractExternal)])
         external = [(e, n) for e, n in entries if isinstance(e, AbstractExternal) and n]
         return cls(history, steps, tuple(external))
+
+    def external(self, relation: Relation) -> tuple[tuple[AbstractExternal, int], ...]:
+        """Return what others released; raise ValueError if an event says nothing about the relation."""
+        check_places(self.events, relation)
+        return self.others
+
+
+def check_places(history: History, relation: Relation) -> None:
+    """Refuse "add_remove" for records in a fixed order, which one record more would move.
+
+    Raises:
+        ValueError: naming the relations that can be asked for.
+    """
+    fixed = relation == "add_remove" and next((e for e, n in history if n and e.needs_places), None)
+    if fixed:
+        raise RefusedSetting(
+            f"{fixed} is about records in a fixed order, where one record more or less moves others to "
+            "other steps: relation='add_remove' has no bound there. Ask for relation='zero_out' (one "
+            "record has no effect, and keeps its place; same ε as add_remove has elsewhere), or "
+            "'replace_one'.",
+            topic="fixed-order",
+        )
 
 
 class AbstractPairPlan(ABC):

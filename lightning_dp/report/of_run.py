@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.estimators import AbstractEstimator
+from lightning_dp.noise import IndependentNoise
 from lightning_dp.plan.advice import facts
 from lightning_dp.report.content import PrivacyReport
 from lightning_dp.run import PrivateRun
@@ -103,6 +104,7 @@ def _mechanism(run: PrivateRun) -> dict[str, str]:
         "noise schedule": repr(config.noise_schedule),
         "post-processing": repr(list(config.postprocessing)),
         "sampling": repr(config.sampling),
+        **({} if config.noise == IndependentNoise() else {"noise": repr(config.noise)}),
         "gradient engine": run.engine,
         **({} if run.optimizers is None else {"private optimizer": run.optimizers}),
     }

@@ -10,12 +10,15 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops import fetchers, training_epoch_loop
 from lightning.pytorch.utilities import combined_loader
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_dp._checks import MisconfigurationError, check_loader, repeated_record
 from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._world import World
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.run import PrivateRun
+from lightning_dp.sampling import AbstractSampling, FixedOrder
+from lightning_dp.sampling.blocks import AbstractBlockSampling
 from lightning_dp.sampling.loader import Chunk, ChunkSampler, PrivateDataLoader
 
 __all__ = [
@@ -45,6 +48,7 @@ def make_private_loader(
         ValueError: if the batches changed during the run, or differ between processes.
     """
     checked = check_loader(loader)
+    _check_block(checked, trainer, run.config.sampling)
     num_records = len(checked.dataset)  # type: ignore[arg-type]
     if num_records != (of_lead := world.broadcast(num_records)):
         raise RefusedSetting(
@@ -67,6 +71,7 @@ def make_private_loader(
         world_size=world.size,
         limit=_limit(plan.chunks_per_epoch, trainer.limit_train_batches),
         seed=run.config.seed,
+        draw=run.draw,
         rate=run.rate,
         first_step=_StepOfRun(run),
     )
@@ -97,6 +102,27 @@ def private_loader_of(trainer: Trainer) -> PrivateDataLoader:
             topic="several-loaders",
         )
     return loader
+
+
+def _check_block(loader: DataLoader[Any], trainer: Trainer, sampling: AbstractSampling) -> None:
+    """Refuse a loader of which records would come back earlier than batches of a block count on."""
+    if not isinstance(sampling, AbstractBlockSampling):
+        return
+    if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
+        raise MisconfigurationError(
+            f"Trainer(reload_dataloaders_every_n_epochs=...) with sampling={sampling}: another data set "
+            "may have other records at the same places, and they would take part too soon. Leave it out.",
+            topic="fixed-order",
+        )
+    sampler: Any = loader.sampler
+    shuffles = isinstance(sampler, RandomSampler) or getattr(sampler, "shuffle", False)
+    if shuffles and isinstance(sampling, FixedOrder) and not sampling.shuffle:
+        raise MisconfigurationError(
+            "The training loader has shuffle=True, which draws another order each epoch, and "
+            "sampling=FixedOrder() repeats one: records would come back sooner than after a whole pass. "
+            "Use DataLoader(shuffle=False), or FixedOrder(shuffle=True), which shuffles once.",
+            topic="fixed-order",
+        )
 
 
 @dataclass(frozen=True)
@@ -197,6 +223,15 @@ def check_rate(chunk: Chunk, mechanism: Mechanism) -> None:
         RuntimeError: with both rates.
     """
     planned = mechanism.plan.rate(mechanism.step)
+    if mechanism.plan.is_block and (
+        chunk.step != mechanism.step or mechanism.is_begun and chunk.first
+    ):
+        raise RefusedRun(
+            f"The batch was drawn for step {chunk.step}, and step {mechanism.step} is next: an optimizer "
+            f"step was left out. With {mechanism.plan.sampling} records come back after a fixed number of "
+            "steps, so each batch needs one. Use sampling=Poisson(), or step once per batch.",
+            topic="fixed-order",
+        )
     if chunk.sample_rate != planned:
         raise RefusedRun(
             f"The batch was drawn with rate {chunk.sample_rate}, but step {mechanism.step} is "

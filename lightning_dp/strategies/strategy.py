@@ -694,7 +694,7 @@ def _setting_of(
         target_delta=config.target_delta,
         relation=config.relation,
         optimizer=None if optimizers.public else optimizer,
-        is_constant=plan.is_constant and type(estimator) is MeanGradient and is_alone,
+        is_constant=plan.is_plain and type(estimator) is MeanGradient and is_alone,
         steps_before=step,
         is_calibrated=config.noise_multiplier is None,
         processes=processes,
