@@ -30,8 +30,8 @@ from lightning_dp.accounting.base import LEAST_EPSILON, AbstractAccountant, Rela
 from lightning_dp.accounting.events import AbstractExternal
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.estimators import AbstractEstimator, MeanGradient
-from lightning_dp.postprocessing import AbstractPostProcessor
 from lightning_dp.noise import AbstractNoise, IndependentNoise
+from lightning_dp.postprocessing import AbstractPostProcessor
 from lightning_dp.sampling import AbstractSampling, FixedOrder, Poisson
 from lightning_dp.sampling.blocks import AbstractBlockSampling
 from lightning_dp.schedules import AbstractSchedule, Constant
@@ -65,8 +65,8 @@ class PrivacyConfig:
         sampling: ``Poisson()`` (default), ``FullBatch()``, ``CyclicPoisson(bands)``, or ``FixedOrder()``
             for data that come in an order.
         noise: ``IndependentNoise()`` (default), or noise that remembers and cancels:
-            ``BandedNoise(bands)`` with ``CyclicPoisson(bands)`` or ``FixedOrder()``, ``LambdaCGD(lam)`` with
-            ``FixedOrder()``.
+            ``BandedNoise(bands)`` with ``CyclicPoisson(bands)`` or ``FixedOrder()``, ``LambdaCGD(lam)``
+            with ``FixedOrder()``.
         relation: neighbouring data sets differ by adding or removing a record ("add_remove"), by
             replacing one ("replace_one"), or by one that has no effect and keeps its place
             ("zero_out", for ``FixedOrder()``).
@@ -257,9 +257,9 @@ class PrivacyConfig:
         together = f"noise={noise} with sampling={sampling}"
         if self.relation == "add_remove" and isinstance(sampling, FixedOrder):
             raise RefusedSetting(
-                f"sampling={sampling} with relation='add_remove': a record more or less would move others "
-                "to other steps. Say relation='zero_out': neighbouring data sets differ by one record "
-                "that has no effect and keeps its place; or 'replace_one'.",
+                f"sampling={sampling} with relation='add_remove': a record more or less would move "
+                "others to other steps. Say relation='zero_out': neighbouring data sets differ by one "
+                "record that has no effect and keeps its place; or 'replace_one'.",
                 topic="fixed-order",
             )
         if not isinstance(self.noise_schedule, Constant):

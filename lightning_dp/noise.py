@@ -1,22 +1,23 @@
 r"""Noise that remembers: what one step adds, a later step takes away again.
 
-A **block** is a run of steps with one noise source. With independent normal vectors z_0, z_1, ... it adds
-the entries of
+A **block** is a run of steps with one noise source. From independent normal vectors n_0, n_1, ... it
+makes
 
-.. math:: y = \|c\| \, C^{-1} z, \qquad C = \begin{pmatrix} 1 & & \\ c_1 & 1 & \\ c_2 & c_1 & \ddots \end{pmatrix}
+.. math:: y = \|c\| \, C^{-1} n,
 
-times z·C_clip to the sums x_0, x_1, ... of clipped gradients, ‖c‖ the length of the first column of C. As
-C is known, x + y tells as much as C x + ‖c‖ z does: Gaussian noise on C x. Let a record take part in steps
-t_1 < t_2 < ... of the block. Without it C x moves by at most
+C lower triangular with 1, c_1, c_2, ... down each column, ‖c‖ the length of a column, and step t adds
+z · clip norm · y_t to its sum x_t of clipped gradients. C is known, so x + z·clip·y tells as much as
+C x + z·clip·‖c‖ n: Gaussian noise on C x. Let a record take part in steps t_1 < t_2 < ... of the block.
+Without it row t of C x moves by at most a_t = Σ_j |C_(t, t_j)| clip norms, whatever was released before
+(its vector in each step has at most that length; rows of C add them up). So step t, given all before it,
+is a Gaussian release with sensitivity a_t, and the block is μ-GDP with
 
-.. math:: C_{clip} \, \Big\| \sum_j |C|_{:, t_j} \Big\|
+.. math:: μ^2 = \sum_t a_t^2 / (z \|c\|)^2
 
-(each of its vectors has a length of at most C_clip, and rows of C add them up), also where later gradients
-depend on earlier releases (Denisov et al. 2022, arXiv:2202.08312, Theorem 2.1, for Gaussian noise and lower
-triangular C; Choquette-Choo et al. 2022, arXiv:2211.06530, Theorem 1). Where the columns of its steps have no
-row in common that is a Gaussian release for each step by itself, with multiplier z.
+(Denisov et al. 2022, arXiv:2202.08312, Theorem 2.1; Choquette-Choo et al. 2022, arXiv:2211.06530,
+Theorem 1). Where the columns of its steps share no row, that is 1/z² for each of them.
 
-What is gained: sums of y over many steps, which SGD adds up, grow less than those of z.
+What is gained: sums of y over many steps, which SGD adds up, grow less than those of n.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.optimize import minimize
+from scipy.signal import lfilter
 from torch import Tensor
 
 from lightning_dp._refusals import RefusedRun
@@ -72,6 +74,24 @@ class AbstractNoise(ABC):
             separation: steps from one use to the next.
         """
 
+    @abstractmethod
+    def inverse(self, steps: int) -> NDArray[np.float64]:
+        """Return the first column of C^-1 of so many steps."""
+
+    def error(self, steps: int, workload: Workload | None = None) -> float:
+        """Return the root mean square of the noise in all iterates of T steps, ‖c‖ ‖A C^-1‖ / √T.
+
+        In units of z times clip norm times learning rate; a falling learning rate is not looked at.
+
+        Example:
+            >>> round(IndependentNoise().error(3), 4) == round(((1 + 2 + 3) / 3) ** 0.5, 4)
+            True
+        """
+        growth = (Workload() if workload is None else workload).growth(np.arange(steps))
+        column = np.convolve(growth, self.inverse(steps))[:steps]
+        left = np.arange(steps, 0, -1)
+        return self.column_norm * math.sqrt(float(left @ column**2) / steps)
+
     def for_steps(self, steps: float) -> AbstractNoise:
         """Return the noise with its coefficients, of a block of so many steps; may be infinite."""
         return self
@@ -103,6 +123,9 @@ class IndependentNoise(AbstractNoise):
     def cost(self, use: int, separation: int) -> float:
         return 1.0
 
+    def inverse(self, steps: int) -> NDArray[np.float64]:
+        return np.eye(1, steps)[0]
+
     def correlate(self, fresh: Tensor, past: list[Tensor]) -> list[Tensor]:
         return []
 
@@ -133,9 +156,13 @@ class Workload:
     def matrix(self, steps: int) -> NDArray[np.float64]:
         """Return A, (steps, steps) and lower triangular: iterates in terms of gradients."""
         ages = np.arange(steps)[:, None] - np.arange(steps)
-        growth = (1 - self.momentum ** (np.maximum(ages, 0) + 1.0)) / (1 - self.momentum)
         rates = self.final_rate ** (np.arange(steps) / max(1, steps - 1))
-        return np.where(ages >= 0, growth * rates, 0.0)
+        return np.where(ages >= 0, self.growth(np.maximum(ages, 0)) * rates, 0.0)
+
+    def growth(self, ages: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return what is in an iterate of gradients of these ages, at a constant learning rate."""
+        grown: NDArray[np.float64] = (1 - self.momentum ** (ages + 1.0)) / (1 - self.momentum)
+        return grown
 
 
 @dataclass(frozen=True)
@@ -166,7 +193,7 @@ class BandedNoise(AbstractNoise):
         (3, 1.1792)
     """
 
-    bands: int = 8  # type: ignore[assignment]
+    bands: int = 8
     workload: Workload = field(default_factory=Workload)
     coefficients: Sequence[float] | None = None
 
@@ -206,6 +233,10 @@ class BandedNoise(AbstractNoise):
         rows[: self.bands] = falling
         overlaid = rows.reshape(passes, separation)[: min(use, passes - 1) + 1].sum(0)
         return float(overlaid @ overlaid) / self.column_norm**2
+
+    def inverse(self, steps: int) -> NDArray[np.float64]:
+        column: NDArray[np.float64] = lfilter([1.0], self._known, np.eye(1, steps)[0])
+        return column
 
     def for_steps(self, steps: float) -> BandedNoise:
         if self.coefficients is not None:
@@ -258,6 +289,9 @@ class LambdaCGD(AbstractNoise):
         fading = self.lam**separation
         return ((1 - fading ** (use + 1)) / (1 - fading)) ** 2 * (1 - fading**2)
 
+    def inverse(self, steps: int) -> NDArray[np.float64]:
+        return np.eye(1, steps)[0] - self.lam * np.eye(1, steps, 1)[0]
+
     def correlate(self, fresh: Tensor, past: list[Tensor]) -> list[Tensor]:
         drawn = fresh.clone()
         if past:
@@ -287,9 +321,11 @@ def _optimised(bands: int, steps: int, workload: Workload) -> tuple[float, ...]:
         return float(loss.detach()), c.grad[1:].numpy().copy()
 
     k = np.arange(1, bands)
-    start = np.cumprod((2 * k - 1) / (2 * k))  # (1 - x)^(-1/2)
+    start: NDArray[np.float64] = np.cumprod(
+        (2 * k - 1) / (2 * k), dtype=np.float64
+    )  # (1 - x)^(-1/2)
     found = minimize(
         excess, start, jac=True, method="L-BFGS-B", options={"maxiter": 50, "ftol": 1e-6}
     )
     best = found.x if found.fun < excess(start)[0] else start
-    return (1.0, *best.tolist())
+    return (1.0, *(float(c) for c in best))

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp.accounting import StreamingRDPAccountant
@@ -29,6 +30,8 @@ from lightning_dp.noise import AbstractNoise, IndependentNoise
 from lightning_dp.sampling import AbstractSampling, BatchPlan, FixedOrder, Poisson
 from lightning_dp.sampling.blocks import AbstractBlockSampling
 from lightning_dp.schedules import AbstractSchedule
+
+Whole = TypeVar("Whole", int, NDArray[np.int64])
 
 __all__ = ["Budget", "LaterSteps", "NoisePlan", "costliest_events"]
 
@@ -94,8 +97,8 @@ class NoisePlan:
         """True if every step makes the same event, with noise and a batch of its own."""
         return self.is_constant and not self.is_block and self.noise.bands == 1
 
-    def charges_before(self, step: int) -> int:
-        """Return the number of charges from the start of the block to this step."""
+    def charges_before(self, step: Whole) -> Whole:
+        """Return the number of charges from the start of the block to this step, or to each of some."""
         return -(-(step - self.start) // self.window)
 
     def charges(self, step: int, number: int) -> int:

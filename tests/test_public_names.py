@@ -25,7 +25,8 @@ PUBLIC = {
         AbstractSchedule Constant Exponential StepDecay Polynomial Cosine DynamicGD DynamicMomentum
         FromInfluence
         AbstractPostProcessor LaplacianSmoothing Momentum
-        AbstractSampling BatchPlan Poisson FullBatch
+        AbstractSampling BatchPlan Poisson FullBatch CyclicPoisson FixedOrder
+        IndependentNoise BandedNoise LambdaCGD Workload
         fix losses_of_records rows_of_records About
         PLDAccountant StreamingRDPAccountant ApproximateDP ZCDP
     """,
@@ -34,7 +35,7 @@ PUBLIC = {
         PrivateSingleDeviceStrategy PrivateDDPStrategy
     """,
     "lightning_dp.accounting": """
-        Gaussian PoissonGaussian ApproximateDP ZCDP PLDAccountant StreamingRDPAccountant
+        Gaussian PoissonGaussian CyclicRound FixedOrderPass ApproximateDP ZCDP PLDAccountant StreamingRDPAccountant
         epsilon delta epsilon_text TradeOff trade_off calibrate
         sweep_history recover_journal
     """,
@@ -43,6 +44,7 @@ PUBLIC = {
     "lightning_dp.search": "Search Trial",
     "lightning_dp.plan": """
         Suggestion TrainingPlan learning_rate plan_training suggest weight_size
+        NoiseSuggestion suggest_noise
     """,
     "lightning_dp.plotting": "plot_schedule",
     "lightning_dp.metrics": "PrivacyBudget",

@@ -73,7 +73,7 @@ class AbstractEvent(ABC):
 
     @property
     def needs_places(self) -> bool:
-        """True if it says nothing about a record more or less, which would move others to other places."""
+        """True if it says nothing about a record more or less, which would move the others."""
         return False
 
     @property

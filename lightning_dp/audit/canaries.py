@@ -151,9 +151,8 @@ def _check(privacy: PrivacyConfig, num_canaries: int, confidence: float) -> None
         raise ValueError("noise_multiplier=0 claims nothing, so there is nothing to audit.")
     if privacy.noise.bands > 1 or isinstance(privacy.sampling, AbstractBlockSampling):
         raise RefusedSetting(
-            f"noise={privacy.noise} with sampling={privacy.sampling}: the audit takes the steps of a run for "
-            "independent. Audit the model with Poisson() and IndependentNoise(), which test the same "
-            "clipping.",
+            f"noise={privacy.noise} with sampling={privacy.sampling}: the audit takes the steps of a run "
+            "for independent. Audit with Poisson() and IndependentNoise(), which test the same clipping.",
             topic="correlated-noise",
         )
     if privacy.runs_each_record_alone:

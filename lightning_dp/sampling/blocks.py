@@ -85,8 +85,8 @@ class CyclicPoisson(AbstractBlockSampling):
     """Records are divided into b parts at random; step t draws from part t mod b, at rate b·q.
 
     So a record takes part at most once in b steps in a row, which is what noise with b bands
-    (:class:`~lightning_dp.noise.BandedNoise`) asks for, and its chance in a whole round is b·q: a round of
-    b steps is one Gaussian release on one Poisson sample of that rate (Choquette-Choo et al. 2023,
+    (:class:`~lightning_dp.noise.BandedNoise`) asks for, and its chance in a whole round is b·q: a round
+    of b steps is one Gaussian release on one Poisson sample of that rate (Choquette-Choo et al. 2023,
     arXiv:2306.08153, Theorem 4), and is charged before its first record. A stop inside is paid in full.
 
     - Each record has a part by itself, uniformly at random, so that one record more or less leaves the
@@ -137,9 +137,9 @@ class CyclicPoisson(AbstractBlockSampling):
         )
         if not self.bands * plan.sample_rate <= 1:
             raise RefusedSetting(
-                f"{self}: each of {self.bands} parts has too few of the {num_records} records for a batch of "
-                f"{plan.expected_batch_size:g}. Use at most {int(1 / plan.sample_rate)} bands, or a "
-                "smaller batch_size.",
+                f"sampling={self}: each step draws from a {self.bands}th of the {num_records} records, "
+                f"which is less than a batch of {plan.expected_batch_size:g}. Use at most "
+                f"{int(1 / plan.sample_rate)} bands, or a smaller batch_size.",
                 topic="fixed-order",
             )
         return plan
@@ -177,9 +177,9 @@ class CyclicPoisson(AbstractBlockSampling):
 class FixedOrder(AbstractBlockSampling):
     """Batches as a loader without shuffling gives them, in one order that every pass repeats.
 
-    Which step uses whom may be known to everybody, so nothing is amplified: E passes with independent noise
-    are √E/z-GDP, which is many times the noise of Poisson sampling. Noise that remembers makes up for most
-    of it (:class:`~lightning_dp.noise.LambdaCGD`, :class:`~lightning_dp.noise.BandedNoise`).
+    Which step uses whom may be known to everybody, so nothing is amplified: E passes with independent
+    noise are √E/z-GDP, which is many times the noise of Poisson sampling. Noise that remembers makes up
+    for most of it (:class:`~lightning_dp.noise.LambdaCGD`, :class:`~lightning_dp.noise.BandedNoise`).
 
     - Each record takes part once in a pass, and always at the same place, so its steps are exactly a
       pass apart, wherever epochs of the Trainer begin or end.

@@ -224,12 +224,12 @@ def check_rate(chunk: Chunk, mechanism: Mechanism) -> None:
     """
     planned = mechanism.plan.rate(mechanism.step)
     if mechanism.plan.is_block and (
-        chunk.step != mechanism.step or mechanism.is_begun and chunk.first
+        chunk.step != mechanism.step or (mechanism.is_begun and chunk.first)
     ):
         raise RefusedRun(
             f"The batch was drawn for step {chunk.step}, and step {mechanism.step} is next: an optimizer "
-            f"step was left out. With {mechanism.plan.sampling} records come back after a fixed number of "
-            "steps, so each batch needs one. Use sampling=Poisson(), or step once per batch.",
+            f"step was left out. With {mechanism.plan.sampling} records come back after a fixed number "
+            "of steps, so each batch needs one. Step once per batch, or use sampling=Poisson().",
             topic="fixed-order",
         )
     if chunk.sample_rate != planned:
