@@ -94,9 +94,7 @@ FAULTS = (
     Fault("own_generators_not_seen", 'return any(each.kind == "random"', "and False"),
     Fault("versions_not_read", "-1 if tensor.is_inference() else tensor._version", "* 0"),
     Fault("frozen_weights_not_restored", "() if parameters else _frozen(module)", "[:0]"),
-    Fault(
-        "settings_not_in_snapshots", "in enumerate(optimizer.param_groups", "[:0]", "_module_state"
-    ),
+    Fault("settings_not_in_snapshots", "in enumerate(optimizer.param_groups", "[:0]", "_snapshot"),
     Fault("forked_processes_write", "if os.getpid() != self._process", "and False", "journal"),
     Fault("forked_processes_release", "if os.getpid() != self._process", "and False", "step"),
     Fault("early_steps_left_out", "if step in _EARLY", "and 0"),
@@ -106,7 +104,7 @@ FAULTS = (
         "if 0 else None",
     ),
     Fault("passes_leave_traces", "part.fill(part.content)", "if 0 else None"),
-    Fault("gradients_of_passes_stay", "param.grad = gradient", "or param.grad", "_module_state"),
+    Fault("gradients_of_passes_stay", "param.grad = gradient", "or param.grad", "_snapshot"),
     Fault("twins_not_in_place", "_moved(now.value_at(path), twin, scale))", " if 0 else None"),
     Fault("thresholds_seem_public", "for scale in (1.0, _FAR, -_FAR)", "[:1]"),
     Fault("marks_of_nothing", "if self._marks == earlier._marks", "or True"),

@@ -28,7 +28,7 @@ from step import quiet, without_privacy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import DifferentialPrivacy
+from lightning_dp import Checks, DifferentialPrivacy
 
 WIDTH, BATCH, STEPS = 2048, 8, 6
 WAYS = ("plain", "ours", "ours, no probe", "ours, no checks")
@@ -66,8 +66,7 @@ def run(way: str, millions: float) -> dict[str, float]:
                 DifferentialPrivacy(
                     noise_multiplier=1.0,
                     target_delta=1e-6,
-                    isolation_probe=way == "ours",
-                    spot_checks=way != "ours, no checks",
+                    checks=Checks(dry_run=way == "ours", comparisons=way != "ours, no checks"),
                     ledger_dir=folder,
                 )
             )

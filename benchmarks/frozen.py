@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
+from lightning_dp import Checks
 from lightning_dp.callbacks import DifferentialPrivacy
 
 WIDTH, HEADS, BLOCKS, WORDS, LENGTH, RANK, BATCH = 768, 12, 12, 50257, 32, 8, 8
@@ -41,8 +42,8 @@ STEPS, CHECKED = 12, frozenset({1, 2, 4, 8})  # steps that are compared
 WAYS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "ours": {},
-    "ours, no dry run": {"isolation_probe": False},
-    "ours, no comparisons": {"spot_checks": False},
+    "ours, no dry run": {"checks": Checks(dry_run=False)},
+    "ours, no comparisons": {"checks": Checks(comparisons=False)},
 }
 
 

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +30,19 @@ from models import MODELS, Model
 from step import Clock, Module
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_dp import Checks
 from lightning_dp.callbacks import DifferentialPrivacy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "audit"))
 
 NAMES = ("MLP", "ResNet", "transformer")
-OFF: dict[str, Any] = {
-    "isolation_probe": False,
-    "loss_graph_check": False,
-    "spot_checks": False,
-    "gradient_edits": "none",
-}
+OFF = Checks(dry_run=False, loss_graph=False, comparisons=False, gradient_edits="none")
 EACH: dict[str, dict[str, Any]] = {
-    "off": OFF,
-    "dry run": {**OFF, "isolation_probe": True},
-    "loss graph": {**OFF, "loss_graph_check": True},
-    "comparisons": {**OFF, "spot_checks": True},
-    "used": {key: value for key, value in OFF.items() if key != "gradient_edits"},
+    "off": {"checks": OFF},
+    "dry run": {"checks": replace(OFF, dry_run=True)},
+    "loss graph": {"checks": replace(OFF, loss_graph=True)},
+    "comparisons": {"checks": replace(OFF, comparisons=True)},
+    "used": {"checks": replace(OFF, gradient_edits=None)},
     "on": {},
 }
 
@@ -79,7 +76,7 @@ def times(names: list[str], steps: int, rounds: int) -> None:
     print(f"{'model':14s}{'checks':>13s}{'start s':>9s}{'step ms':>9s}{'ratio':>7s}")
     for name in names:
         model = MODELS[name]
-        fit(model, 3, OFF)  # caches
+        fit(model, 3, {"checks": OFF})  # caches
         found: dict[str, list[tuple[float, float]]] = {each: [] for each in EACH}
         for _ in range(rounds):
             for each, checks in EACH.items():

@@ -9,14 +9,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_dp.about import About
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.base import AbstractAccountant, Relation
 from lightning_dp.accounting.events import AbstractExternal
 from lightning_dp.callbacks.privacy_advice import PrivacyAdvice
 from lightning_dp.callbacks.privacy_logger import PrivacyLogger
 from lightning_dp.callbacks.privacy_report_files import PrivacyReportFiles
-from lightning_dp.config import EngineName, PrivacyConfig
+from lightning_dp.config import About, Checks, EngineName, PrivacyConfig
 from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.noise import AbstractNoise, IndependentNoise
 from lightning_dp.postprocessing import AbstractPostProcessor
@@ -64,21 +63,8 @@ class DifferentialPrivacy(Callback):
             first of "layers", "records" and "one_by_one" that covers the model.
         ledger_dir: folder of the privacy journal, on this machine; default
             ``<default_root_dir>/privacy``. A relative one begins where the process is now.
-        isolation_probe: before the first step, run a few made-up samples, and refuse a model whose
-            records always change what others contribute; see
-            :func:`lightning_dp.audit.check_isolation`. Types and shapes are those of a sample of the
-            training set, values are not.
-        loss_graph_check: at every step, refuse a loss whose autograd graph mixes records by more
-            than sums with constant coefficients.
-        spot_checks: at public steps, compare runs of the batch with some records exchanged, and end
-            the run if the clipped sum of the others moves by more than 0.05 C, or if the model keeps
-            what it saw of them.
-        gradient_edits: your declaration of what is done to the private gradient before the
-            optimizer uses it, as a function of released values alone; the report prints it. Without
-            it every edit but Lightning's own clipping is refused.
-        public_state: your declaration of buffers and frozen weights that callbacks or validation write by
-            weights and public numbers alone: their dotted names, or patterns ("teacher.*"). What else is
-            written between steps and cannot be compared is not saved; the report prints these.
+        checks: what is looked at during a fit, and what you declare in its place:
+            ``Checks(gradient_edits="centred per layer")``; see :class:`lightning_dp.Checks`.
         private_optimizer: where ``configure_optimizers`` gives several (manual optimization), the one
             that is trained on the records: its place, or the dotted path of a module whose
             parameters it holds ("discriminator"). The others are public: their steps may use
@@ -96,6 +82,11 @@ class DifferentialPrivacy(Callback):
         about: your words about the data (its name, what a record is, who is responsible), for the
             report; see :class:`lightning_dp.About`.
         seed: repeatable noise and batches, for tests; the report says that nothing is private.
+        isolation_probe: earlier spelling of ``checks=Checks(dry_run=...)``; goes with the next version.
+        loss_graph_check: of ``checks=Checks(loss_graph=...)``.
+        spot_checks: of ``checks=Checks(comparisons=...)``.
+        gradient_edits: of ``checks=Checks(gradient_edits=...)``.
+        public_state: of ``checks=Checks(public_state=...)``.
 
     Raises:
         ValueError: for a bad or contradictory argument, naming it.
@@ -124,17 +115,18 @@ class DifferentialPrivacy(Callback):
         accountant: AbstractAccountant | None = None,
         engine: EngineName = "auto",
         ledger_dir: str | None = None,
-        isolation_probe: bool = True,
-        loss_graph_check: bool = True,
-        spot_checks: bool = True,
-        gradient_edits: str | None = None,
-        public_state: Sequence[str] = (),
+        checks: Checks | None = None,
         private_optimizer: int | str | None = None,
         advice: bool = True,
         count_clipped: bool = False,
         other_releases: Sequence[AbstractExternal] = (),
         about: About | None = None,
         seed: int | None = None,
+        isolation_probe: bool | None = None,
+        loss_graph_check: bool | None = None,
+        spot_checks: bool | None = None,
+        gradient_edits: str | None = None,
+        public_state: Sequence[str] | None = None,
     ) -> None:
         self._run = PrivateRun(
             PrivacyConfig(
@@ -151,17 +143,18 @@ class DifferentialPrivacy(Callback):
                 accountant=PLDAccountant() if accountant is None else accountant,
                 engine=engine,
                 ledger_dir=ledger_dir,
-                isolation_probe=isolation_probe,
-                loss_graph_check=loss_graph_check,
-                spot_checks=spot_checks,
-                gradient_edits=gradient_edits,
-                public_state=public_state,
+                checks=Checks() if checks is None else checks,
                 private_optimizer=private_optimizer,
                 advice=advice,
                 count_clipped=count_clipped,
                 other_releases=other_releases,
                 about=about,
                 seed=seed,
+                isolation_probe=isolation_probe,
+                loss_graph_check=loss_graph_check,
+                spot_checks=spot_checks,
+                gradient_edits=gradient_edits,
+                public_state=public_state,
             )
         )
         self._visible = (PrivacyLogger(), PrivacyAdvice(), PrivacyReportFiles())

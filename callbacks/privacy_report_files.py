@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_dp._warnings import warn
+from lightning_dp._refusals import warn
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.hooks import PrivacyCallback
 

@@ -24,6 +24,7 @@ __all__ = [
     "ApproximateDP",
     "BandedNoise",
     "BatchPlan",
+    "Checks",
     "Constant",
     "Cosine",
     "CubicNewton",
@@ -64,15 +65,14 @@ _MODULES = [
 
 if TYPE_CHECKING:  # the same names for type checkers and editors, which do not run __getattr__
     from lightning_dp._fix import fix
-    from lightning_dp._warnings import PrivacyWarning
-    from lightning_dp.about import About
+    from lightning_dp._refusals import PrivacyWarning
     from lightning_dp.accounting import ZCDP, ApproximateDP, PLDAccountant, StreamingRDPAccountant
     from lightning_dp.boundary import Query, Term
     from lightning_dp.callbacks import DifferentialPrivacy
-    from lightning_dp.config import PrivacyConfig
+    from lightning_dp.config import About, Checks, PrivacyConfig
     from lightning_dp.estimators import AbstractEstimator, CubicNewton, Diff2, MeanGradient, Storm
+    from lightning_dp.functional import losses_of_records
     from lightning_dp.gradients.batches import rows_of_records
-    from lightning_dp.losses import losses_of_records
     from lightning_dp.noise import BandedNoise, IndependentNoise, LambdaCGD, Workload
     from lightning_dp.postprocessing import AbstractPostProcessor, LaplacianSmoothing, Momentum
     from lightning_dp.sampling import (
@@ -97,8 +97,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
 else:
     __getattr__ = names_from(
         __name__,
-        "_warnings",
-        "about",
+        "_refusals",
         "accounting",
         "boundary",
         "sampling",
@@ -108,9 +107,9 @@ else:
         "postprocessing",
         "config",
         "callbacks",
+        "functional",
         "gradients.batches",
         "_fix",
-        "losses",
         modules=_MODULES,
     )
 

@@ -1,17 +1,20 @@
-"""Errors that refuse something end with a pointer to their entry on the troubleshooting page."""
+"""Errors and warnings, which end with a pointer to their entry on the troubleshooting page."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 __all__ = [
     "ADDRESS",
+    "PrivacyWarning",
     "Refusal",
     "RefusedRun",
     "RefusedSetting",
     "UnsupportedModelError",
     "pointer",
     "text_of",
+    "warn",
 ]
 
 ADDRESS: str | None = None
@@ -96,3 +99,17 @@ class UnsupportedModelError(Refusal, TypeError):
     def plain(self) -> UnsupportedModelError:
         """Return it to be kept: without its traceback, which holds tensors."""
         return UnsupportedModelError(self.text, topic=self.topic)
+
+
+class PrivacyWarning(UserWarning):
+    """Something is allowed but probably not what was meant."""
+
+
+def warn(message: str, *, topic: str) -> None:
+    """Issue a :class:`PrivacyWarning`, attributed to the caller's caller.
+
+    Args:
+        message: what is probably not meant, and the cure.
+        topic: the anchor of its entry on the troubleshooting page.
+    """
+    warnings.warn(f"{message} {pointer(topic)}", PrivacyWarning, stacklevel=3)

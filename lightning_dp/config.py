@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
+from dataclasses import InitVar, asdict, dataclass, field
+from typing import Any, Literal, TypeAlias, get_args
 
 from lightning_dp._described import Data, check_same, described
 from lightning_dp._refusals import RefusedSetting
@@ -25,7 +26,6 @@ from lightning_dp._validate import (
     seed,
     whole_from_0,
 )
-from lightning_dp.about import About
 from lightning_dp.accounting.base import LEAST_EPSILON, AbstractAccountant, Relation
 from lightning_dp.accounting.events import AbstractExternal
 from lightning_dp.accounting.pld import PLDAccountant
@@ -36,11 +36,91 @@ from lightning_dp.sampling import AbstractSampling, FixedOrder, Poisson
 from lightning_dp.sampling.blocks import AbstractBlockSampling
 from lightning_dp.schedules import AbstractSchedule, Constant
 
-__all__ = ["EngineName", "PrivacyConfig", "known_engine"]
+__all__ = ["About", "Checks", "EngineName", "PrivacyConfig", "known_engine"]
 
 EngineName: TypeAlias = Literal[
     "auto", "records", "layers", "bookkeeping", "ghost", "hooks", "one_by_one"
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checks:
+    """The checks of a fit: what is looked at, and what the user declares where nothing can look.
+
+    Args:
+        dry_run: before the first step, run a few synthetic samples, and refuse a model whose records
+            always change what others contribute (:func:`lightning_dp.audit.check_isolation`). Types
+            and shapes are those of a sample of the training set, values are not.
+        loss_graph: at every step of an engine that runs the whole batch, refuse a loss whose autograd
+            graph mixes records by more than sums with constant coefficients.
+        comparisons: at public steps, compare runs of the batch with some records exchanged, and end
+            the run if the clipped sum of the others moves by more than 0.05 C, or if the model keeps
+            what it saw of them.
+        gradient_edits: your declaration of what is done to the private gradient before the
+            optimizer uses it ("centred per layer"), as a function of released values alone; the
+            report prints it. Without it every edit but Lightning's own clipping is refused.
+        public_state: your declaration of buffers and frozen weights that callbacks or validation
+            write by weights and public numbers alone: their dotted names, or patterns
+            ("teacher.*"). What else is written between steps and cannot be compared is not saved;
+            the report prints these.
+
+    Raises:
+        TypeError, ValueError: naming the argument and its value.
+
+    Example:
+        >>> Checks(public_state=["teacher.*"]).public_state
+        ('teacher.*',)
+    """
+
+    dry_run: bool = True
+    loss_graph: bool = True
+    comparisons: bool = True
+    gradient_edits: str | None = None
+    public_state: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        normalise(self, flag, "dry_run", "loss_graph", "comparisons", of="Checks")
+        normalise(self, optional(_declaration), "gradient_edits", of="Checks")
+        normalise(self, _names, "public_state", of="Checks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """The user's words about the data, printed in the report as stated and unchecked.
+
+    They change nothing in the training, and a resumed run may state others.
+
+    Args:
+        data_set: name of the training data and, if it has several, its version. Journals of other
+            trainings are added up with this one only under the same name; without one, if the
+            number of records is the same.
+        record: the meaning of one record outside of the program ("one visit of a patient"). Without
+            it the report counts one row as a record.
+        controller: who is responsible for the data.
+        trained_by: who made the training, if that is somebody else.
+
+    Raises:
+        ValueError: if a text is empty or has several lines.
+        TypeError: if one is not a string.
+
+    Example:
+        >>> About(data_set="MNIST, training part", record="one picture of a digit").to_dict()
+        {'data_set': 'MNIST, training part', 'record': 'one picture of a digit'}
+
+        Then ``DifferentialPrivacy(target_epsilon=3.0, target_delta=1e-5, about=About(...))``.
+    """
+
+    data_set: str | None = None
+    record: str | None = None
+    controller: str | None = None
+    trained_by: str | None = None
+
+    def __post_init__(self) -> None:
+        normalise(self, optional(one_line), *asdict(self), of="About")
+
+    def to_dict(self) -> dict[str, str]:
+        """Return what is stated."""
+        return {name: text for name, text in asdict(self).items() if text is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,20 +159,7 @@ class PrivacyConfig:
             first of "layers", "records" and "one_by_one" that covers the model.
         ledger_dir: folder of the privacy journal, on this machine; default
             ``<default_root_dir>/privacy``. A relative one begins where the process is now.
-        isolation_probe: before the first step, run a few made-up samples, and refuse a model whose
-            records always change what others contribute (:func:`lightning_dp.audit.check_isolation`).
-        loss_graph_check: at every step, refuse a loss whose autograd graph mixes records by more
-            than sums with constant coefficients.
-        spot_checks: at public steps, compare runs of the batch with some records exchanged, and end
-            the run if the clipped sum of the others moves by more than 0.05 C, or if the model keeps
-            what it saw of them.
-        gradient_edits: your declaration of what is done to the private gradient before the
-            optimizer uses it ("centralised per layer", say), as a function of released values
-            alone. Without it every edit but Lightning's own clipping is refused; with it, the report
-            prints it.
-        public_state: your declaration of buffers and frozen weights that callbacks or validation write by
-            weights and public numbers alone: their dotted names, or patterns ("teacher.*"). What else is
-            written between steps and cannot be compared is not saved; the report prints these.
+        checks: what is looked at during a fit, and what you declare in its place; see :class:`Checks`.
         private_optimizer: where ``configure_optimizers`` gives several (manual optimization), the one
             that is trained on the records: its place, or the dotted path of a module whose
             parameters it holds ("discriminator"). The others are public: their steps may use
@@ -131,19 +198,34 @@ class PrivacyConfig:
     accountant: AbstractAccountant = field(default_factory=PLDAccountant)
     engine: EngineName = "auto"
     ledger_dir: str | None = None
-    isolation_probe: bool = True
-    loss_graph_check: bool = True
-    spot_checks: bool = True
-    gradient_edits: str | None = None
-    public_state: Sequence[str] = ()
+    checks: Checks = field(default_factory=Checks)
     private_optimizer: int | str | None = None
     advice: bool = True
     count_clipped: bool = False
     other_releases: Sequence[AbstractExternal] = ()
     about: About | None = None
     seed: int | None = None
+    isolation_probe: InitVar[bool | None] = None
+    loss_graph_check: InitVar[bool | None] = None
+    spot_checks: InitVar[bool | None] = None
+    gradient_edits: InitVar[str | None] = None
+    public_state: InitVar[Sequence[str] | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(
+        self,
+        isolation_probe: bool | None,
+        loss_graph_check: bool | None,
+        spot_checks: bool | None,
+        gradient_edits: str | None,
+        public_state: Sequence[str] | None,
+    ) -> None:
+        self._take_earlier_names(
+            dry_run=("isolation_probe", isolation_probe),
+            loss_graph=("loss_graph_check", loss_graph_check),
+            comparisons=("spot_checks", spot_checks),
+            gradient_edits=("gradient_edits", gradient_edits),
+            public_state=("public_state", public_state),
+        )
         self._check_types()
         self._check_budget()
         self._check_choices()
@@ -153,6 +235,22 @@ class PrivacyConfig:
         self._check_block()
         for release in self.other_releases:
             release.costs(self.relation)  # refuses one that says nothing about the relation
+
+    def _take_earlier_names(self, **given: tuple[str, object]) -> None:
+        """Move arguments of 0.2.0 into ``checks``, with a warning; they go with the next version."""
+        moved: dict[str, Any] = {n: value for n, (_, value) in given.items() if value is not None}
+        if not moved:
+            return
+        earlier = ", ".join(given[name][0] for name in moved)
+        now = f"checks=Checks({', '.join(f'{name}={value!r}' for name, value in moved.items())})"
+        if self.checks != Checks():
+            raise ValueError(f"{earlier} and checks={self.checks} are both given: write {now}.")
+        warnings.warn(
+            f"{earlier}: write {now}. The earlier spelling goes with the next version.",
+            FutureWarning,
+            stacklevel=4,
+        )
+        object.__setattr__(self, "checks", Checks(**moved))
 
     def _check_types(self) -> None:
         """Refuse what is not of an argument's type, and keep plain values."""
@@ -167,16 +265,7 @@ class PrivacyConfig:
         normalise(self, optional(not_negative), "noise_multiplier")
         normalise(self, optional(above_0), "max_grad_norm")
         normalise(self, optional(seed), "seed")
-        for name in (
-            "isolation_probe",
-            "loss_graph_check",
-            "spot_checks",
-            "advice",
-            "count_clipped",
-        ):
-            normalise(self, flag, name)
-        normalise(self, optional(_declaration), "gradient_edits")
-        normalise(self, _names, "public_state")
+        normalise(self, flag, "advice", "count_clipped")
         normalise(self, optional(_place), "private_optimizer")
         normalise(self, optional(_folder), "ledger_dir")
         normalise(self, _sequence, "postprocessing")
@@ -204,6 +293,10 @@ class PrivacyConfig:
                 raise TypeError(
                     f"{name}={value!r} must be an object derived from {kind.__name__}.{cure}"
                 )
+        if not isinstance(self.checks, Checks):
+            raise TypeError(
+                f"checks={self.checks!r} must be a Checks, such as Checks(comparisons=False)."
+            )
         if self.about is not None and not isinstance(self.about, About):
             raise TypeError(
                 f"about={self.about!r} must be an About, such as About(data_set='...')."

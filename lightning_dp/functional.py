@@ -1,33 +1,158 @@
-"""Stateless functions behind clipping and smoothing, for direct use.
-
-Norms of records and the factors that clip them, flat vectors, and Laplacian smoothing.
-"""
+"""Stateless functions of tensors: precision, norms and clipping, flat vectors, smoothing, losses."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from lightning_dp._precision import has_float64, in_float64, where_used
-from lightning_dp._shards import HeldParts
-from lightning_dp._validate import above_0, not_negative
+from lightning_dp import _validate
+from lightning_dp._validate import above_0, flag, instance, normalise, not_negative, positive, whole
+from lightning_dp._world import HeldParts
 
 __all__ = [
+    "FullPrecision",
+    "SparseVector",
     "clip_factors",
     "flat_zeros",
     "flatten",
+    "full_precision",
+    "has_float64",
+    "in_float64",
     "laplacian_smoothing",
+    "losses_of_records",
     "number_of_entries",
     "parts_of",
     "per_sample_norms",
+    "random_k",
     "real",
+    "shared_mask",
     "unflatten",
+    "where_used",
 ]
+
+# -- precision: float64 where a device has it, and all digits of float32 ---------------------------
+
+
+@functools.cache
+def has_float64(kind: str) -> bool:
+    """Tell whether a kind of device computes in float64: Apple's does not.
+
+    Example:
+        >>> has_float64("cpu")
+        True
+    """
+    try:
+        torch.ones(1, dtype=torch.float64, device=kind)
+    except (TypeError, RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def in_float64(tensor: Tensor) -> Tensor:
+    """Return a tensor as float64: where it is, or on the host if its device has no float64.
+
+    For what has few entries: a number or a few for each record.
+    """
+    return tensor.double() if has_float64(tensor.device.type) else tensor.cpu().double()
+
+
+def where_used(numbers: Tensor, device: torch.device) -> Tensor:
+    """Return what :func:`in_float64` may have left on the host on the device; rounded, if it has to be.
+
+    A norm that is rounded to float32 is off by 6e-8 of itself at most; one that float32 does not hold
+    is infinite, so that its record contributes nothing.
+    """
+    if numbers.device.type == device.type or has_float64(device.type):
+        return numbers.to(device)
+    return numbers.float().to(device)
+
+
+class _Setting(NamedTuple):
+    """A setting of torch for the whole process, and its value with which nothing is rounded."""
+
+    holder: Any
+    name: str
+    full: object
+
+    def read(self) -> object:
+        return getattr(self.holder, self.name)
+
+    def write(self, value: object) -> None:
+        setattr(self.holder, self.name, value)
+
+
+def _settings() -> tuple[tuple[_Setting, ...], tuple[_Setting, ...]]:
+    """Return the settings of the CPU, and all of them."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    onednn: Any = torch.backends.mkldnn
+    if not hasattr(cudnn, "conv"):  # before torch 2.9
+        legacy = (_Setting(cuda.matmul, "allow_tf32", False), _Setting(cudnn, "allow_tf32", False))
+        return legacy[:1], legacy
+    on_cpu = tuple(
+        _Setting(holder, "fp32_precision", "ieee") for holder in (onednn.matmul, onednn.conv)
+    )
+    on_cuda = tuple(
+        _Setting(holder, "fp32_precision", "ieee") for holder in (cuda.matmul, cudnn.conv)
+    )
+    return on_cpu, (*on_cpu, *on_cuda)
+
+
+_ON_CPU, _ON_DEVICES = _settings()
+_ROUNDING = ("tf32", "bf16", True)
+
+
+class FullPrecision:
+    """Inside, some settings are those with which nothing is rounded; see :func:`full_precision`.
+
+    May be entered again, when it was left.
+    """
+
+    def __init__(self, lowered: tuple[tuple[_Setting, object], ...]) -> None:
+        self._lowered = lowered
+
+    @property
+    def changes_any(self) -> bool:
+        """True if something is rounded outside."""
+        return bool(self._lowered)
+
+    def __enter__(self) -> None:
+        for setting, _ in self._lowered:
+            setting.write(setting.full)
+
+    def __exit__(self, *exception: object) -> None:
+        for setting, value in self._lowered:
+            setting.write(value)
+
+
+_AS_IT_IS = FullPrecision(())
+
+
+def full_precision(device: torch.device) -> FullPrecision:
+    """Return a context in which products of float32 matrices, and convolutions, keep float32's digits.
+
+    Elsewhere the entries of their factors may be rounded to the 11 digits of TensorFloat-32, or the 8 of
+    bfloat16: CUDA's convolutions are unless they are told not to, and matrices are after
+    ``torch.set_float32_matmul_precision("medium")``, which Lightning recommends. A model may compute
+    its gradients like that. Norms and sums may not: terms that cancel in one of them and leave rounding
+    errors in the other would let a record through that is longer than its bound.
+
+    Args:
+        device: where the products are. The settings are read now.
+    """
+    settings = _ON_CPU if device.type == "cpu" else _ON_DEVICES
+    lowered = [(each, value) for each in settings if (value := each.read()) in _ROUNDING]
+    return FullPrecision(tuple(lowered)) if lowered else _AS_IT_IS
+
+
+# -- norms and clipping ----------------------------------------------------------------------------
 
 # float32 norms of long rows come out too small (by 3.7e-4 at 1e7 elements), and an under-estimated
 # norm is an under-clipped record. So squares are added in blocks of this length, and the blocks in
@@ -415,3 +540,210 @@ def _circular_slice(v: Tensor, start: int, stop: int) -> Tensor:
     if stop > size:
         parts.append(v[..., : stop - size])
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+# -- vectors of which only some coordinates are sent -----------------------------------------------
+
+_DTYPES = (torch.float32, torch.float64)
+
+
+def shared_mask(seed: int, round_: int, size: int, keep: int) -> Tensor:
+    """Choose ``keep`` of ``size`` coordinates, all sets equally likely: int64, sorted, distinct.
+
+    A function of its arguments only, so everyone who knows the seed has the same set, on any
+    machine and with any version of NumPy: each coordinate gets one raw 64-bit word of the Philox
+    4x64 stream with key (seed, round), and those with the smallest words are kept. No global
+    random state is read or changed. The choice is public and costs no privacy.
+
+    Args:
+        seed: shared by all, 0 <= seed < 2^64.
+        round_: 0 <= round < 2^64; each has its own set.
+        size: d, the number of coordinates.
+        keep: k, 1 <= k <= d.
+
+    Raises:
+        ValueError: naming the argument that is out of its range.
+
+    Example:
+        >>> shared_mask(seed=7, round_=0, size=10, keep=3)
+        tensor([1, 4, 8])
+    """
+    seed, round_, size, keep = _check_mask(seed, round_, size, keep)
+    # Raw words, and no method of a Generator: NumPy keeps the stream of a bit generator the same in
+    # all versions, but not what its methods make of it.
+    stream = np.random.Philox(key=np.array([seed, round_], dtype=np.uint64))
+    words = stream.random_raw(size)
+    last = np.partition(words, keep - 1)[keep - 1]
+    below = np.flatnonzero(words < last)
+    ties = np.flatnonzero(words == last)[: keep - below.size]  # of equal words the first ones
+    return torch.from_numpy(np.sort(np.concatenate([below, ties])).astype(np.int64))
+
+
+def _check_mask(
+    seed: object, round_: object, size: object, keep: object
+) -> tuple[int, int, int, int]:
+    """Return the four as plain numbers, or raise."""
+    length = whole("size", size, 1, 2**62)
+    return (
+        _validate.seed("seed", seed),
+        _validate.seed("round_", round_),
+        length,
+        whole("keep", keep, 1, length),
+    )
+
+
+@dataclass(frozen=True)
+class SparseVector:
+    """A vector with few known coordinates, the others 0: their values, and a public seed.
+
+    The coordinates are ``shared_mask(seed, round_, size, len(values))``: who knows seed and round
+    needs to be sent the values only.
+
+    Args:
+        values: float32 or float64, at the coordinates in increasing order.
+        size: d, the length of the vector.
+        seed, round_: as in :func:`shared_mask`.
+
+    Raises:
+        ValueError: naming the argument that is out of its range.
+
+    Example:
+        >>> sent = random_k(torch.ones(1000), keep=100, seed=7, round_=0)
+        >>> sent.keep, SparseVector(sent.values, size=1000, seed=7, round_=0).dense().sum()
+        (100, tensor(1000.))
+    """
+
+    values: Tensor = field(repr=False)
+    size: int
+    seed: int
+    round_: int
+
+    def __post_init__(self) -> None:
+        if self.values.dim() != 1 or self.values.dtype not in _DTYPES:
+            raise ValueError(
+                f"values of shape {tuple(self.values.shape)} and {self.values.dtype} must be a "
+                "vector of float32 or float64."
+            )
+        normalise(self, _validate.seed, "seed", "round_")
+        normalise(self, whole, "size")
+        _check_mask(self.seed, self.round_, self.size, self.keep)
+
+    @property
+    def keep(self) -> int:
+        """k, the number of known coordinates."""
+        return len(self.values)
+
+    def coordinates(self) -> Tensor:
+        """Return the sorted coordinates at which the values belong."""
+        return shared_mask(self.seed, self.round_, self.size, self.keep)
+
+    def dense(self) -> Tensor:
+        """Return all d entries."""
+        if self.keep == self.size:
+            return self.values.clone()
+        full = torch.zeros(self.size, dtype=self.values.dtype)
+        full[self.coordinates()] = self.values.cpu()
+        return full
+
+
+def random_k(u: Tensor, keep: int, seed: int, round_: int) -> SparseVector:
+    """Return S(u): d/k times ``keep`` = k of the d entries of ``u``, the rest 0.
+
+    Unbiased over a random seed, E S(u) = u, with E‖S(u) - u‖² = (d/k - 1) ‖u‖². The set does not
+    depend on u: only the values say anything about the data.
+
+    Args:
+        u: flat, float32 or float64, of length d.
+        keep: k, 1 <= k <= d; k = d sends u itself.
+        seed, round_: as in :func:`shared_mask`.
+
+    Raises:
+        ValueError: naming the argument that is out of its range.
+
+    Definition 3 of the paper that :class:`~lightning_dp.CubicNewton` names.
+
+    Example:
+        >>> random_k(torch.arange(10.0), keep=5, seed=7, round_=0).dense()
+        tensor([ 0.,  2.,  0.,  6.,  8.,  0., 12.,  0., 16.,  0.])
+    """
+    if u.dim() != 1 or u.dtype not in _DTYPES:
+        raise ValueError(
+            f"u has shape {tuple(u.shape)} and {u.dtype}; it must be flat, float32 or float64."
+        )
+    seed, round_, _, keep = _check_mask(seed, round_, len(u), keep)
+    if keep == len(u):
+        return SparseVector(u.detach().clone(), keep, seed, round_)
+    coordinates = shared_mask(seed, round_, len(u), keep)
+    values = u.detach()[coordinates.to(u.device)] * (len(u) / keep)
+    return SparseVector(values, len(u), seed, round_)
+
+
+# -- the loss of each record of a language model ---------------------------------------------------
+
+
+def losses_of_records(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    shift: bool,
+    ignore_index: int = -100,
+    tokens_per_record: float | None = None,
+) -> Tensor:
+    r"""Return the cross-entropy of each record, from its own tokens alone.
+
+    .. math:: \ell_i = \frac{1}{m_i} \sum_{t:\, y_{i,t} \ne \mathrm{ignore\_index}}
+        -\log \mathrm{softmax}(x_{i,t})_{y_{i,t}}
+
+    with m_i the number of the record's labels that are not ignored, or ``tokens_per_record``. Take
+    ``.mean()`` of it in ``training_step``. The mean over all tokens of a batch, which language models
+    return as ``.loss``, weighs a record by how long the others are, so clipping its gradient would not
+    bound what it does.
+
+    - Each record counts alike, however many tokens it has. In a mean over all tokens long ones count
+      more. For that, give ``tokens_per_record``: a public constant, about as many labels as a record has.
+      ε covers no constant that is computed from the private records.
+    - A record without a label has the loss 0 and the gradient 0.
+    - For records of equally many labels it is the same as the mean over all tokens.
+    - Computed in float32 at least, also for logits of half precision.
+
+    Args:
+        logits: x, shape (n, T, classes).
+        labels: y, shape (n, T), whole numbers.
+        shift: True for causal models, where the label of a position is its own token and the model
+            predicts the next one: position t is compared with label t + 1. False where labels stand
+            at their positions: masked words, sequence to sequence, tags.
+        ignore_index: the label of positions that do not count.
+        tokens_per_record: m for all records; None for the number of each one's own labels.
+
+    Returns:
+        Shape (n,).
+
+    Raises:
+        ValueError: if the shapes do not go together, or ``tokens_per_record`` is not above 0.
+
+    Example:
+        >>> logits = torch.zeros(3, 4, 5)
+        >>> labels = torch.tensor([[1, 2, 3, 4], [1, 2, -100, -100], [1, -100, -100, -100]])
+        >>> losses_of_records(logits, labels, shift=True)  # log(5), and 0 where no next token is
+        tensor([1.6094, 1.6094, 0.0000])
+        >>> losses_of_records(logits, labels, shift=True, tokens_per_record=3)
+        tensor([1.6094, 0.5365, 0.0000])
+    """
+    instance("logits", logits, Tensor, of="losses_of_records")
+    instance("labels", labels, Tensor, of="losses_of_records")
+    if logits.dim() != 3 or logits.shape[:2] != labels.shape:
+        raise ValueError(
+            "losses_of_records(logits, labels) needs shapes (n, T, classes) and (n, T), not "
+            f"{tuple(logits.shape)} and {tuple(labels.shape)}."
+        )
+    ignored = whole("ignore_index", ignore_index, -(2**63), of="losses_of_records")
+    if flag("shift", shift, of="losses_of_records"):
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    of_tokens = F.cross_entropy(
+        precise.transpose(1, 2), labels, ignore_index=ignored, reduction="none"
+    )
+    total = of_tokens.sum(1)
+    if tokens_per_record is not None:
+        return total / positive("tokens_per_record", tokens_per_record, of="losses_of_records")
+    return total / (labels != ignored).sum(1).clamp(min=1)

@@ -18,7 +18,7 @@ from lightning_dp._files import local_folder
 from lightning_dp._noise import CorrelatedSource, NoiseSource, random_generator
 from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._world import World
-from lightning_dp.accounting.base import CachedAccountant
+from lightning_dp.accounting.base import EpsilonCache
 from lightning_dp.accounting.events import History
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.accounting.pld import PLDAccountant, epsilon_curve
@@ -181,14 +181,14 @@ class PrivateRun:
         self.engine: str = config.engine  # what "auto" turned out to be, once it is known
         self.optimizers: str | None = None  # which one is private, where there are several
         self.setting: Setting | None = None  # public numbers of the latest fit, once they are known
-        self.isolation = "not compared (no batch yet)" if config.isolation_probe else "opted out"
+        self.isolation = "not compared (no batch yet)" if config.checks.dry_run else "opted out"
         self.started: str | None = None  # the first charge of the checkpoint that was resumed
         self.spot_checks = 0  # steps whose batch was looked at, in all fits of this object
         self.not_compared: dict[str, int] = {}  # such steps of which nothing can be said, by reason
         self.is_seeded = config.seed is not None  # for good: also a run resumed without the seed
         self._fit: PlannedFit | None = None  # the latest one; None before the first
         self._resumed: dict[str, Any] | None = None  # a checkpoint's record, until a fit begins
-        self._accountant = CachedAccountant(config.accountant)  # asked for the present ε by many
+        self._cache = EpsilonCache(config.accountant)  # many ask for the present one
 
     # -- what users read -------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class PrivateRun:
         """ε spent at another δ; for noise chosen at run time, the whole budget's from its first step."""
         if self.is_adaptive and self.steps:
             return self._claim(delta)
-        return self._accountant.epsilon(self.ledger.history(), delta, self.config.relation)
+        return self._cache.epsilon(self.ledger.history(), delta, self.config.relation)
 
     def _claim(self, delta: float) -> float:
         """ε of the whole budget, which holds whatever noise is chosen at run time."""
@@ -275,7 +275,7 @@ class PrivateRun:
             return self._claim(delta) if self.steps + remaining else self.epsilon
         left = mechanism.plan.history(mechanism.step, int(remaining))
         history = [*self.ledger.history(), *mechanism.unasked, *left]
-        return self._accountant.epsilon(history, delta, self.config.relation)
+        return self._cache.epsilon(history, delta, self.config.relation)
 
     def epsilon_beside(self, others: History) -> float | None:
         """ε of what others spent and this run's whole plan, or a bound on it; None if it has no end.

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from lightning_dp import Checks
 from lightning_dp.accounting._grid import CurveSearch, GridSearch
 from lightning_dp.callbacks import DifferentialPrivacy
 from tests.zoo import Classifier
@@ -109,7 +110,7 @@ class Fit:
         **privacy: Any,
     ) -> Fit:
         self.model = self._fresh_model(optimizer or self._sgd)
-        unchecked = {"isolation_probe": False, "spot_checks": False}
+        unchecked = {"checks": Checks(dry_run=False, comparisons=False)}
         settings = {"target_delta": 1e-5, "estimator": estimator, **unchecked}
         self.privacy = DifferentialPrivacy(**{**settings, **privacy})
         options = {"enable_checkpointing": bool(callbacks), **(trainer or {})}

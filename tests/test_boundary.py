@@ -23,7 +23,7 @@ from lightning_dp.boundary import BoundedSum, Query, Release, Term, add_noise, b
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.clip_count import CountedGradients
-from lightning_dp.gradients.materialised import MaterialisedGradients
+from lightning_dp.gradients.parameter_sum import MaterialisedGradients
 from lightning_dp.gradients.passes import Pass, passes_of
 from tests.zoo import random_gradients
 
@@ -375,10 +375,11 @@ def test_chunks_are_added_up_in_one_vector(clip_norm, count_weight):
 
 def test_a_sum_of_another_bound_is_not_added_to():
     gradients = random_gradients(3)
-    chunk = MaterialisedGradients(params_like(gradients), gradients, 1.0)
-    before = bounded_sum(chunk, 0.5)
+    params = params_like(gradients)
+    before = bounded_sum(MaterialisedGradients(params, gradients, 1.0), 0.5)
     for clip_norm, count_weight in ((0.4, 0.0), (0.5, 0.1), (math.inf, 0.0)):
         with pytest.raises(ValueError, match="different clip norms"):
+            chunk = MaterialisedGradients(params, gradients, 1.0)
             sum_with_count(chunk, clip_norm, count_weight, before)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_dp import Constant, FullBatch, MeanGradient, Momentum, Poisson, PrivacyConfig
+from lightning_dp import Checks, Constant, FullBatch, MeanGradient, Momentum, Poisson, PrivacyConfig
 from lightning_dp.accounting import StreamingRDPAccountant
 from lightning_dp.callbacks import DifferentialPrivacy, PrivateSingleDeviceStrategy
 from lightning_dp.schedules import Exponential
@@ -194,3 +194,23 @@ def test_a_strategy_takes_a_privacy_configuration_only(value):
 def test_a_budget_below_all_use_is_refused_by_its_name():
     with pytest.raises(ValueError, match=r"target_epsilon=1e-12 is below 1e-09.*Raise it"):
         PrivacyConfig(target_epsilon=1e-12, target_delta=1e-5)
+
+
+@pytest.mark.parametrize("kind", [PrivacyConfig, DifferentialPrivacy])
+def test_earlier_names_of_checks_are_taken_with_a_warning(kind):
+    earlier = {"isolation_probe": False, "spot_checks": False, "public_state": ["teacher.*"]}
+    with pytest.warns(
+        FutureWarning, match=r"write checks=Checks\(dry_run=False, comparisons=False, p"
+    ):
+        made = kind(noise_multiplier=1.0, target_delta=1e-5, **earlier)
+
+    config = getattr(made, "config", made)
+    assert config.checks == Checks(dry_run=False, comparisons=False, public_state=["teacher.*"])
+    assert dataclasses.replace(config, target_delta=1e-6).checks == config.checks
+    with pytest.raises(ValueError, match=r"spot_checks and checks=.* are both given"):
+        kind(
+            noise_multiplier=1.0,
+            target_delta=1e-5,
+            spot_checks=False,
+            checks=Checks(loss_graph=False),
+        )

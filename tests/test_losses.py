@@ -156,7 +156,7 @@ def test_it_passes_every_check_of_a_private_run(make_trainer, sequences):
     assert privacy.steps == 12
 
 
-@pytest.mark.filterwarnings("ignore::lightning_dp._warnings.PrivacyWarning")
+@pytest.mark.filterwarnings("ignore::lightning_dp._refusals.PrivacyWarning")
 def test_the_mean_over_all_tokens_is_refused_and_it_is_named(make_trainer, sequences):
     privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5)
     trainer = make_trainer(max_steps=12, max_epochs=-1, callbacks=[privacy])

@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_dp._module_state import Difference, Snapshot, apart, restored
+from lightning_dp._snapshot import Difference, Snapshot, apart, restored
 
 
 @dataclass

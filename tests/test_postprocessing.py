@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import FullBatch, Momentum, postprocessing
+from lightning_dp import Checks, FullBatch, Momentum, postprocessing
 from lightning_dp._noise import NoiseSource
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.postprocessing import AbstractPostProcessor, LaplacianSmoothing
@@ -313,7 +313,7 @@ def twin(
 def train(make_trainer: Any, records: TensorDataset, configure: Any, **arguments: Any) -> Any:
     """Two epochs; the model, its first weights and the callback."""
     options: dict[str, Any] = {"noise_multiplier": 0.0, "max_grad_norm": CLIP, "seed": 5}
-    options |= {"isolation_probe": False, "spot_checks": False}
+    options |= {"checks": Checks(dry_run=False, comparisons=False)}
     privacy = DifferentialPrivacy(**{**options, "target_delta": 1e-5, **arguments})
     model = Softmax(configure)
     start = model.flat()

@@ -25,7 +25,7 @@ PUBLIC = {
         AbstractSchedule Constant Exponential StepDecay Polynomial Cosine DynamicGD DynamicMomentum
         FromInfluence
         AbstractPostProcessor LaplacianSmoothing Momentum
-        AbstractSampling BatchPlan Poisson FullBatch CyclicPoisson FixedOrder
+        AbstractSampling BatchPlan Checks Poisson FullBatch CyclicPoisson FixedOrder
         IndependentNoise BandedNoise LambdaCGD Workload
         fix losses_of_records rows_of_records About
         PLDAccountant StreamingRDPAccountant ApproximateDP ZCDP
@@ -35,7 +35,8 @@ PUBLIC = {
         PrivateSingleDeviceStrategy PrivateDDPStrategy
     """,
     "lightning_dp.accounting": """
-        Gaussian PoissonGaussian CyclicRound FixedOrderPass ApproximateDP ZCDP PLDAccountant StreamingRDPAccountant
+        Gaussian PoissonGaussian CyclicRound FixedOrderPass ApproximateDP ZCDP
+        PLDAccountant StreamingRDPAccountant
         epsilon delta epsilon_text TradeOff trade_off calibrate
         sweep_history recover_journal
     """,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_dp.sparsify import SparseVector, random_k, shared_mask
+from lightning_dp.functional import SparseVector, random_k, shared_mask
 
 U = torch.tensor([3.0, -1.0, 0.5, 2.0, 0.0, -4.0, 1.0])
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lightning_dp import AbstractSampling
+from lightning_dp import AbstractSampling, Checks
 from lightning_dp.accounting.events import AbstractEvent, Gaussian
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.sampling import BatchPlan
@@ -49,7 +49,7 @@ class Classifier(L.LightningModule):
 def private(**options: Any) -> DifferentialPrivacy:
     """A callback with noise 1 at δ = 1e-5, without the comparisons of samples."""
     noise = {} if "target_epsilon" in options else {"noise_multiplier": 1.0}
-    quiet = {"target_delta": 1e-5, "isolation_probe": False, "spot_checks": False}
+    quiet = {"target_delta": 1e-5, "checks": Checks(dry_run=False, comparisons=False)}
     return DifferentialPrivacy(**{**noise, **quiet, **options})
 
 

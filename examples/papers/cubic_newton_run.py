@@ -19,9 +19,9 @@ from lightning_dp.boundary import BoundedSum, Query, State, Term, bounded_sum
 from lightning_dp.estimators.cubic_newton import average_weight
 from lightning_dp.federated import AsyncServer
 from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
+from lightning_dp.functional import shared_mask
 from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.passes import passes_of
-from lightning_dp.sparsify import shared_mask
 
 DELTA = 1e-5
 MASK_SEED = 1000

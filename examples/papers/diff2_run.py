@@ -15,7 +15,7 @@ from diff2_formulas import paper_noise
 from diff2_model import Answers, Network
 
 from lightning_dp._noise import NoiseSource
-from lightning_dp._warnings import PrivacyWarning
+from lightning_dp._refusals import PrivacyWarning
 from lightning_dp._world import World
 from lightning_dp.accounting import calibrate
 from lightning_dp.accounting.gdp import gdp_epsilon

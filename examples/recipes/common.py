@@ -25,6 +25,7 @@ from table import Measured, Row, save, table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from lightning_dp import Checks
 from lightning_dp.callbacks import DifferentialPrivacy
 
 DATA_VARIABLE = "LIGHTNING_DP_DATA"
@@ -180,7 +181,7 @@ def measure(
         L.seed_everything(seed, verbose=False)
         privacy = None
         if way.max_grad_norm is not None:
-            checks = {"isolation_probe": False, "spot_checks": False} if options.quick else {}
+            checks = {"checks": Checks(dry_run=False, comparisons=False)} if options.quick else {}
             privacy = DifferentialPrivacy(
                 options.epsilon, target_delta=delta, max_grad_norm=way.max_grad_norm, **checks
             )

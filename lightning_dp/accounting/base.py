@@ -6,7 +6,6 @@ import functools
 import math
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from decimal import ROUND_CEILING, Context
 from typing import ClassVar
 
@@ -14,20 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dp._validate import explained, number, probability, whole
-from lightning_dp.accounting.events import AbstractEvent, History, check_entry, counted
+from lightning_dp.accounting.events import History, check_entry, counted
 from lightning_dp.accounting.events import Relation as Relation
-from lightning_dp.accounting.steps import (
-    CheckedHistory,
-    EventPlan,
-    FloatArray,
-    Steps,
-    first_events,
-)
+from lightning_dp.accounting.steps import EventPlan, FloatArray, first_events
 
 LEAST_EPSILON = 1e-9
 """The smallest budget that noise is calibrated for; grids of losses are no finer."""
 
-_MOST = 16  # answers of a cache
+_MOST = 16  # values of a cache
 _FACTORS = {"add_remove": 1.0, "replace_one": 2.0, "zero_out": 1.0}
 _DELTA = explained(probability, "1e-5 or 1/N^1.1 are usual.")
 
@@ -68,12 +61,6 @@ class AbstractAccountant(ABC):
     shares_curve: ClassVar[bool] = False
     """True if many lengths of a :meth:`curve` together cost little more than the longest one."""
 
-    def epsilon_after(
-        self, spent: CheckedHistory, steps: Steps, delta: float, relation: Relation
-    ) -> float:
-        """Return the least epsilon of what was spent and further steps, of which there may be many."""
-        return self.epsilon([*spent.events, *steps.events()], delta, relation)
-
     def curve(
         self,
         plan: EventPlan,
@@ -108,51 +95,31 @@ def check_relation(relation: str) -> float:
     )
 
 
-class CachedAccountant(AbstractAccountant):
-    """Keeps the latest few answers of another accountant, by the events of a history in any order.
+class EpsilonCache:
+    """The latest few ε of an accountant, by the events of a history in any order.
 
     The ε of a whole plan, of which every step makes another part the past, is computed once.
 
-    Args:
-        accountant: the one that computes them.
-
     Example:
         >>> from lightning_dp.accounting import Gaussian, PLDAccountant
-        >>> accountant = CachedAccountant(PLDAccountant())
-        >>> first = accountant.epsilon([(Gaussian(2.0), 3)], delta=1e-5)
-        >>> first == accountant.epsilon([(Gaussian(2.0), 1), (Gaussian(2.0), 2)], delta=1e-5)
+        >>> cache = EpsilonCache(PLDAccountant())
+        >>> first = cache.epsilon([(Gaussian(2.0), 3)], delta=1e-5)
+        >>> first == cache.epsilon([(Gaussian(2.0), 1), (Gaussian(2.0), 2)], delta=1e-5)
         True
     """
 
     def __init__(self, accountant: AbstractAccountant) -> None:
         self._accountant = accountant
-        self._answers: dict[object, float] = {}
-
-    @property
-    def name(self) -> str:
-        """The name of the accountant that answers."""
-        return self._accountant.name
+        self._values: dict[object, float] = {}
 
     def epsilon(self, history: History, delta: float, relation: Relation = "add_remove") -> float:
         """Return the accountant's ε, computed or kept."""
-        key = ("epsilon", _events_in(history), delta, relation)
-        return self._answer(key, lambda: self._accountant.epsilon(history, delta, relation))
-
-    def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
-        """Return the accountant's δ, computed or kept."""
-        key = ("delta", _events_in(history), epsilon, relation)
-        return self._answer(key, lambda: self._accountant.delta(history, epsilon, relation))
-
-    def _answer(self, key: object, compute: Callable[[], float]) -> float:
-        if key not in self._answers:
-            if len(self._answers) == _MOST:
-                del self._answers[next(iter(self._answers))]
-            self._answers[key] = compute()
-        return self._answers[key]
-
-
-def _events_in(history: History) -> frozenset[tuple[AbstractEvent, int]]:
-    return frozenset(counted(map(check_entry, history)))
+        key = frozenset(counted(map(check_entry, history))), delta, relation
+        if key not in self._values:
+            if len(self._values) == _MOST:
+                del self._values[next(iter(self._values))]
+            self._values[key] = self._accountant.epsilon(history, delta, relation)
+        return self._values[key]
 
 
 def epsilon_text(epsilon: float, digits: int = 4) -> str:

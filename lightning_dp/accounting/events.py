@@ -151,7 +151,6 @@ class Gaussian(AbstractEvent):
 
     @property
     def pair(self) -> tuple[float, float]:
-        """``(noise_multiplier, 1.0)``."""
         return self.noise_multiplier, 1.0
 
 
@@ -183,7 +182,6 @@ class PoissonGaussian(AbstractEvent):
 
     @property
     def pair(self) -> tuple[float, float]:
-        """``(noise_multiplier, sample_rate)``."""
         return self.noise_multiplier, self.sample_rate
 
 
@@ -216,7 +214,6 @@ class PoissonRound(AbstractEvent):
 
     @property
     def pair(self) -> tuple[float, float]:
-        """``((sum_s z_s^-2)^(-1/2), sample_rate)``."""
         least = min(self.noise_multipliers)
         if least == 0.0:
             return 0.0, self.sample_rate
@@ -389,12 +386,10 @@ class Voided(AbstractEvent):
 
     @property
     def pair(self) -> tuple[float, float]:
-        """``(0.0, 1.0)``, for no noise, on all records."""
         return 0.0, 1.0
 
     @property
     def withdrawn(self) -> str | None:
-        """:attr:`reason`."""
         return self.reason
 
 
@@ -425,12 +420,10 @@ class AbstractExternal(AbstractEvent):
 
     @property
     def is_gaussian(self) -> bool:
-        """False."""
         return False
 
     @property
     def is_step(self) -> bool:
-        """False, since nothing was trained with it."""
         return False
 
     @property
@@ -486,11 +479,9 @@ class ApproximateDP(AbstractExternal):
 
     @property
     def declared(self) -> str:
-        """The user's words as one line."""
         return f"{self.what}: ({self.epsilon:g}, {self.delta:g})-DP ({self.relation})"
 
     def costs(self, relation: Relation) -> tuple[float, float, float]:
-        """Return ``(epsilon, delta, 0)``, of two changes for replace-one from add/remove."""
         if self.relation == _checked(self, relation):
             return self.epsilon, self.delta, 0.0
         # P(x) <= e^ε (e^ε P(x'') + δ) + δ, x' between x and x''.
@@ -537,11 +528,9 @@ class ZCDP(AbstractExternal):
 
     @property
     def declared(self) -> str:
-        """The user's words as one line."""
         return f"{self.what}: {self.rho:g}-zCDP ({self.relation})"
 
     def costs(self, relation: Relation) -> tuple[float, float, float]:
-        """Return ``(0, 0, rho)``, of two changes for replace-one from add/remove."""
         return 0.0, 0.0, self.rho if self.relation == _checked(self, relation) else 4 * self.rho
 
 

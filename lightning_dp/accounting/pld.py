@@ -27,7 +27,6 @@ from lightning_dp.accounting.steps import (
     FloatArray,
     Steps,
     check_plan,
-    joined,
 )
 
 # The numerical parts are loaded by the first ε that needs them: a callback is made, and a model is
@@ -89,28 +88,13 @@ class PLDAccountant(AbstractAccountant):
         normalise(self, between("(0, 0.1]"), "rtol")
         normalise(self, between("(0, 1]"), "spacing")
 
-    @property
-    def name(self) -> str:
-        """The name in reports."""
-        return "PLD"
+    name = "PLD"
 
     def epsilon(self, history: History, delta: float, relation: Relation = "add_remove") -> float:
-        """Return the least epsilon at ``delta``; see the class."""
-        checked = CheckedHistory.of(history)
-        declared = Declared.of(checked.external(relation), relation)
-        return self._epsilon(checked.steps, declared, delta, relation)
-
-    def epsilon_after(
-        self, spent: CheckedHistory, steps: Steps, delta: float, relation: Relation
-    ) -> float:
-        """Return the least epsilon of what was spent and further steps."""
-        declared = Declared.of(spent.external(relation), relation)
-        return self._epsilon(joined(spent.steps, steps), declared, delta, relation)
-
-    def _epsilon(self, steps: Steps, declared: Declared, delta: float, relation: Relation) -> float:
-        """Return the least epsilon at ``delta`` of merged steps together with declared guarantees."""
         from lightning_dp.accounting._grid import Target
 
+        checked = CheckedHistory.of(history)
+        steps, declared = checked.steps, Declared.of(checked.external(relation), relation)
         check_relation(relation)
         left = declared.left_of(check_delta(delta))
         if declared.is_empty:
@@ -134,7 +118,6 @@ class PLDAccountant(AbstractAccountant):
         return min(bound, self._search(declared).worst_direction(steps, target, relation))
 
     def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
-        """Return the least delta at ``epsilon``; see the class."""
         from lightning_dp.accounting._grid import Target
 
         target = Target(epsilon=not_negative("epsilon", epsilon))
@@ -167,7 +150,6 @@ class PLDAccountant(AbstractAccountant):
         relation: Relation = "add_remove",
         spent: History = (),
     ) -> FloatArray:
-        """Return epsilon after each length; those that are close share their work."""
         from lightning_dp.accounting._grid import CurveSearch, Run
 
         declared = Declared.of(CheckedHistory.of(spent).external(relation), relation)
@@ -366,23 +348,18 @@ class EnvelopeAccountant(AbstractAccountant):
         normalise(self, between("(0, 1]"), "sample_rate")
         normalise(self, whole, "steps")
 
-    @property
-    def name(self) -> str:
-        """The name in reports."""
-        return "PLD inside a declared envelope"
+    name = "PLD inside a declared envelope"
 
     def history(self) -> History:
         """Return the costliest history that is inside."""
         return [(sampled_gaussian(self.noise_multiplier, self.sample_rate), self.steps)]
 
     def epsilon(self, history: History, delta: float, relation: Relation = "add_remove") -> float:
-        """Return ε of a history that is inside, else infinity."""
         if not self._holds(history):
             return math.inf
         return PLDAccountant().epsilon(history, delta, relation)
 
     def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
-        """Return δ of a history that is inside, else 1."""
         if not self._holds(history):
             return 1.0
         return PLDAccountant().delta(history, epsilon, relation)

@@ -20,7 +20,7 @@ from lightning_dp.accounting.base import (
 from lightning_dp.accounting.events import History
 from lightning_dp.accounting.external import NOTHING, Declared
 from lightning_dp.accounting.gdp import mu_of_budget
-from lightning_dp.accounting.steps import CheckedHistory, FloatArray, Steps, joined
+from lightning_dp.accounting.steps import CheckedHistory, FloatArray, Steps
 
 _LARGEST_ORDER = 2.0**16
 _RATIO = 1.2  # of a - 1 from an order to the next; what is between is looked at near the best one
@@ -59,24 +59,12 @@ class StreamingRDPAccountant(AbstractAccountant):
         2.1
     """
 
-    @property
-    def name(self) -> str:
-        """The name in reports."""
-        return "streaming RDP"
+    name = "streaming RDP"
 
     def epsilon(self, history: History, delta: float, relation: Relation = "add_remove") -> float:
-        """Return the best epsilon over the orders; see the class."""
         return RenyiCurve.of(CheckedHistory.of(history), relation).epsilon(delta)
 
-    def epsilon_after(
-        self, spent: CheckedHistory, steps: Steps, delta: float, relation: Relation
-    ) -> float:
-        """Return the best epsilon over the orders for what was spent and further steps."""
-        declared = Declared.of(spent.external(relation), relation)
-        return RenyiCurve(joined(spent.steps, steps), relation, declared).epsilon(delta)
-
     def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
-        """Return the best delta over the orders; see the class."""
         return RenyiCurve.of(CheckedHistory.of(history), relation).delta(epsilon)
 
 
@@ -377,13 +365,9 @@ class OneOrderAccountant(AbstractAccountant):
     def __post_init__(self) -> None:
         normalise(self, between("(1, 1e6]"), "order")
 
-    @property
-    def name(self) -> str:
-        """The name in reports."""
-        return "RDP of one order"
+    name = "RDP of one order"
 
     def epsilon(self, history: History, delta: float, relation: Relation = "add_remove") -> float:
-        """Return rho(a) and the penalty; 0 for nothing."""
         curve = self._curve(history, relation)
         left = curve.declared.left_of(check_delta(delta))
         if curve.is_empty:
@@ -391,7 +375,6 @@ class OneOrderAccountant(AbstractAccountant):
         return max(0.0, self._rho(curve) + self.penalty(left)) if left > 0 else math.inf
 
     def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
-        """Return ``e^((a - 1) (rho(a) - epsilon + log(1 - 1/a)) - log a)``; 0 for nothing."""
         curve, a = self._curve(history, relation), self.order
         epsilon = not_negative("epsilon", epsilon)
         if curve.is_empty:

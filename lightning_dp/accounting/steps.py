@@ -6,9 +6,10 @@ import math
 import reprlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,31 +101,49 @@ def joined(first: Steps, second: Steps) -> Steps:
 
 
 @dataclass(frozen=True)
-class CheckedHistory:
+class CheckedHistory(Sequence[tuple[AbstractEvent, int]]):
     """A history whose steps were merged once, for accountants that are asked often.
 
     Args:
-        events: the history as it was given.
-        steps: its steps, merged.
+        events: what was given.
+        steps: all Gaussian steps, merged.
         others: what is no Gaussian that could be merged, with counts above 0.
+        later: those of the steps that follow the events.
     """
 
     events: History
     steps: Steps
     others: tuple[tuple[AbstractExternal, int], ...] = ()
+    later: Steps | None = None
 
     @classmethod
     def of(cls, history: History, name: str = "history") -> CheckedHistory:
         """Check a history, the argument of that name, and merge it."""
+        if isinstance(history, cls):
+            return history
         entries = check_history(history, name)
         steps = merge([entry for entry in entries if not isinstance(entry[0], AbstractExternal)])
         external = [(e, n) for e, n in entries if isinstance(e, AbstractExternal) and n]
-        return cls(history, steps, tuple(external))
+        return cls(entries, steps, tuple(external))
 
     def external(self, relation: Relation) -> tuple[tuple[AbstractExternal, int], ...]:
         """Return what others released; raise ValueError if an event says nothing about the relation."""
         check_places(self.events, relation)
         return self.others
+
+    def followed_by(self, steps: Steps) -> CheckedHistory:
+        """Return it with further steps, of which there may be many."""
+        return replace(self, steps=joined(self.steps, steps), later=steps)
+
+    @cached_property
+    def _entries(self) -> History:
+        return self.events if self.later is None else [*self.events, *self.later.events()]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._entries[index]
 
 
 def check_places(history: History, relation: Relation) -> None:

@@ -35,7 +35,7 @@ from lightning_dp.audit.bounds import (
 )
 from lightning_dp.audit.planted import Canaries, CanaryData, CanaryEngine, WatchedEstimator
 from lightning_dp.callbacks import PrivacyLogger
-from lightning_dp.config import PrivacyConfig
+from lightning_dp.config import Checks, PrivacyConfig
 from lightning_dp.gradients import AbstractGradientEngine
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling.blocks import AbstractBlockSampling
@@ -205,8 +205,7 @@ def _run(
         privacy,
         estimator=WatchedEstimator(privacy.resolved_estimator(), canaries, batch_size),
         max_grad_norm=None,
-        isolation_probe=False,
-        spot_checks=False,
+        checks=Checks(dry_run=False, comparisons=False),
         ledger_dir=folder,
     )
     run = PrivateRun(config)

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp._refusals import RefusedRun
-from lightning_dp._shards import HeldParts
 from lightning_dp._validate import above_0, between, flag, normalise, whole
+from lightning_dp._world import HeldParts
 from lightning_dp.boundary import Query, Release, State, Term
 from lightning_dp.functional import flatten, length, number_of_entries
 

@@ -24,8 +24,7 @@ from lightning_dp._validate import (
 )
 from lightning_dp.boundary import Query, Release, State, Term
 from lightning_dp.estimators.base import AbstractEstimator, Traits, share_of_noise
-from lightning_dp.functional import flatten, length, number_of_entries
-from lightning_dp.sparsify import shared_mask
+from lightning_dp.functional import flatten, length, number_of_entries, shared_mask
 
 __all__ = ["CubicNewton", "average_weight", "inner_step"]
 
@@ -73,7 +72,7 @@ class CubicNewton(AbstractEstimator):
         keep: k; at most d.
         keep_fraction: k / d in (0, 1], instead of ``keep``; k is rounded, and at least 1. Default
             all coordinates.
-        mask_seed: makes the public sets, by :func:`lightning_dp.sparsify.shared_mask`.
+        mask_seed: makes the public sets, by :func:`lightning_dp.functional.shared_mask`.
         box: h > 0: every entry of θ stays in [-h, h]; None for no bounds.
         weight_decay: λ >= 0.
         max_step_size: an upper bound on η_s > 0; None for the paper's steps.

@@ -9,8 +9,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from lightning_dp._refusals import warn
 from lightning_dp._validate import between, normalise, number, optional, positive, whole
-from lightning_dp._warnings import warn
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.calibration import calibrate
 from lightning_dp.boundary import Query, Release, State, Term

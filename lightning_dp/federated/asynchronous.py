@@ -48,8 +48,8 @@ from lightning_dp.federated.protocol import (
     check_start,
     read_reply,
 )
+from lightning_dp.functional import shared_mask
 from lightning_dp.sampling import Poisson
-from lightning_dp.sparsify import shared_mask
 
 __all__ = [
     "ROUND",

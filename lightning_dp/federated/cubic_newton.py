@@ -39,8 +39,8 @@ from lightning_dp.federated.client import (
 )
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.protocol import Message, MessageError, Records, check_records
+from lightning_dp.functional import SparseVector, random_k
 from lightning_dp.sampling import AbstractSampling, FullBatch, Poisson
-from lightning_dp.sparsify import SparseVector, random_k
 
 __all__ = ["CubicNewtonClient", "CubicNewtonPlan"]
 

@@ -22,10 +22,8 @@ from lightning_dp._checks import (
     check_model,
     check_training_step,
 )
-from lightning_dp._generators import accelerator_kept
-from lightning_dp._module_state import apart, restored
 from lightning_dp._refusals import RefusedSetting
-from lightning_dp._training_step import call_training_step
+from lightning_dp._snapshot import accelerator_kept, apart, restored
 from lightning_dp._validate import optional, whole
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.boundary import BoundedSum, Query, Term, bounded_sum
@@ -33,7 +31,8 @@ from lightning_dp.federated.client import fingerprint
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients import AbstractGradientEngine, RecordPasses, Replay
 from lightning_dp.gradients.base import UNANSWERED, Around
-from lightning_dp.gradients.materialised import MaterialisedGradients
+from lightning_dp.gradients.batches import call_training_step
+from lightning_dp.gradients.parameter_sum import MaterialisedGradients
 from lightning_dp.gradients.passes import at_point
 from lightning_dp.gradients.side_effects import SideEffects
 from lightning_dp.isolation.dry_run import DryRun

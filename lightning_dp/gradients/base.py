@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import is_lazy
 
 from lightning_dp._refusals import RefusedRun, UnsupportedModelError
-from lightning_dp._shards import is_sharded
+from lightning_dp._world import is_sharded
 from lightning_dp.gradients.batches import SampleBatch
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Batches as nested containers: where in them the samples are, and whose the rows of a layer are."""
+"""Batches: where in them the samples are, whose the rows of a layer are, and what is made of them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeGuard, cast
 
 import numpy as np
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
 from lightning_dp._refusals import UnsupportedModelError
@@ -24,10 +26,14 @@ __all__ = [
     "RowOwners",
     "SampleBatch",
     "Singles",
+    "call_training_step",
     "folding_in_force",
+    "is_differentiable",
     "leaves",
+    "loss_in",
     "map_leaves",
     "rows_of_records",
+    "with_loss",
 ]
 
 _LEAVES = frozenset((Tensor, int, float, bool, str, type(None)))
@@ -396,3 +402,35 @@ def rows_of_records(owners: Tensor, records: int) -> Iterator[None]:
 def folding_in_force() -> RowOwners | None:
     """Return what the innermost :func:`rows_of_records` says; None outside of all."""
     return _in_force.get()
+
+
+# -- training_step ------------------------------------------------------------------------------
+
+
+def call_training_step(module: LightningModule, batch: Any, batch_idx: int) -> Any:
+    """Return what ``training_step`` does, called by position.
+
+    The number of the batch is its second argument, whatever that is called, if it takes two.
+    """
+    step = module.training_step
+    takes_number = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+    return step(batch, batch_idx) if takes_number else step(batch)
+
+
+def loss_in(output: Any) -> Any:
+    """Return the loss in the output of ``training_step``: the output itself, or its entry "loss"."""
+    return output.get("loss") if isinstance(output, Mapping) else output
+
+
+def is_differentiable(loss: object) -> TypeGuard[Tensor]:
+    """Tell whether there is anything to go back from."""
+    return isinstance(loss, Tensor) and loss.requires_grad
+
+
+def with_loss(output: Any, none: Tensor) -> Any:
+    """Return the output of ``training_step``; where there is no loss, with ``none`` in its place."""
+    if output is None:
+        return none
+    if isinstance(output, Mapping) and output.get("loss") is None:
+        return {**output, "loss": none}
+    return output

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_dp._precision import has_float64, in_float64
 from lightning_dp.functional import (
     as_rows,
     block_norms,
     factor_norms,
+    has_float64,
+    in_float64,
     squared_row_norms,
     squares_of_blocks,
 )

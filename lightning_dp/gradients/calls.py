@@ -14,9 +14,8 @@ from torch.autograd.graph import GradientEdge
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_dp._precision import full_precision
 from lightning_dp._refusals import Refusal
-from lightning_dp.functional import real, unflatten
+from lightning_dp.functional import full_precision, real, unflatten
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.bilinear import Folding, Rows, Use, Uses, uses_of_records
 from lightning_dp.gradients.parameter_sum import (
@@ -24,6 +23,7 @@ from lightning_dp.gradients.parameter_sum import (
     BookkeptGradients,
     ParameterGradients,
     ScratchPool,
+    at_least_float32,
 )
 from lightning_dp.gradients.rules import Rule
 
@@ -104,11 +104,6 @@ class Call:
 def copied(part: Tensor, gradient: Tensor) -> Uses:
     """Return the use of a tensor, computed from parameters, of which each record has a copy."""
     return [(part, Rows.use(gradient))]
-
-
-def at_least_float32(tensor: Tensor) -> Tensor:
-    """Return a tensor in float32 if it is in half of that."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def go_back(

@@ -11,9 +11,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_dp._precision import full_precision, where_used
 from lightning_dp._refusals import RefusedRun
-from lightning_dp.functional import flat_zeros, parts_of
+from lightning_dp.functional import flat_zeros, full_precision, parts_of, where_used
 from lightning_dp.gradients.base import (
     AbstractPerSampleGradients,
     UnsupportedModelError,
@@ -24,8 +23,14 @@ from lightning_dp.gradients.bilinear import Use
 from lightning_dp.gradients.calls import Call, KeptInputs, go_back
 from lightning_dp.gradients.compiled import as_written
 from lightning_dp.gradients.layer_calls import AbstractLayerEngine, Recorder
-from lightning_dp.gradients.materialised import MaterialisedGradients, places_in, restricted
-from lightning_dp.gradients.parameter_sum import Allowance, ParameterGradients, without_zeros
+from lightning_dp.gradients.parameter_sum import (
+    Allowance,
+    MaterialisedGradients,
+    ParameterGradients,
+    places_in,
+    restricted,
+    without_zeros,
+)
 
 __all__ = ["GhostClipping", "GhostGradients"]
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_dp._training_step import loss_in
 from lightning_dp.functional import flat_dtype, real, unflatten
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
@@ -19,10 +18,10 @@ from lightning_dp.gradients.base import (
     Forward,
     UnsupportedModelError,
 )
-from lightning_dp.gradients.batches import SampleBatch
+from lightning_dp.gradients.batches import SampleBatch, loss_in
 from lightning_dp.gradients.compiled import as_written
 from lightning_dp.gradients.graph import nodes, refuse_reentrant
-from lightning_dp.gradients.materialised import MaterialisedGradients
+from lightning_dp.gradients.parameter_sum import MaterialisedGradients
 
 __all__ = ["OneByOne"]
 

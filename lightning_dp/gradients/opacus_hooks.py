@@ -28,8 +28,8 @@ from lightning_dp.gradients.base import (
     refuse_without_records,
 )
 from lightning_dp.gradients.batches import folding_in_force
-from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.gradients.module_hooks import ModuleHooks
+from lightning_dp.gradients.parameter_sum import MaterialisedGradients
 
 __all__ = ["OpacusHooks"]
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dp._precision import full_precision, has_float64, where_used
 from lightning_dp._refusals import RefusedRun
-from lightning_dp._shards import held_here, sum_into_shard
-from lightning_dp.functional import flat_memory, flat_zeros, parts_of, real, squared_row_norms
+from lightning_dp._world import held_here, sum_into_shard
+from lightning_dp.functional import (
+    flat_memory,
+    flat_zeros,
+    full_precision,
+    has_float64,
+    parts_of,
+    real,
+    squared_row_norms,
+    where_used,
+)
 from lightning_dp.gradients.base import (
     ALONE,
     AbstractPerSampleGradients,
@@ -20,15 +28,18 @@ from lightning_dp.gradients.base import (
     number_of_records,
 )
 from lightning_dp.gradients.bilinear import Rows, Use, above_rounding, in_slices
-from lightning_dp.gradients.materialised import MaterialisedGradients, places_in, restricted
 
 __all__ = [
     "Allowance",
     "BookkeptGradients",
+    "MaterialisedGradients",
     "ParameterGradients",
     "ScratchPool",
+    "at_least_float32",
     "check_sum",
+    "places_in",
     "plain_gradients",
+    "restricted",
     "without_zeros",
 ]
 
@@ -374,8 +385,12 @@ class BookkeptGradients(AbstractPerSampleGradients):
             gradient.discard()
 
     def restrict(self, coordinates: Tensor) -> MaterialisedGradients:
+        chosen = list(places_in(coordinates, self._params))
+        return restricted(self._columns(chosen), self._factor)
+
+    def _columns(self, chosen: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients at some places of each parameter, which are not yet scaled."""
         parts = []
-        chosen = places_in(coordinates, self._params)
         for param, gradient, places in zip(self._params, self._gradients, chosen, strict=True):
             dtype = torch.promote_types(param.dtype, torch.float32)
             if gradient is None or not len(places):
@@ -384,7 +399,7 @@ class BookkeptGradients(AbstractPerSampleGradients):
                 continue
             with full_precision(param.device):
                 parts.append(gradient.entries(places).to(dtype))
-        return restricted(parts, self._factor)
+        return parts
 
     def combine(
         self, weight: float, others: Sequence[tuple[float, AbstractPerSampleGradients]]
@@ -405,6 +420,60 @@ class BookkeptGradients(AbstractPerSampleGradients):
             here = ParameterGradients([], param.shape) if here is None else here
             combined.append(here.combine(weight * self._scale, there, allowance))
         return BookkeptGradients(self._params, combined, 1.0)
+
+
+# -- gradients that are all in memory -------------------------------------------------------------
+
+
+class MaterialisedGradients(BookkeptGradients):
+    """One tensor of shape (n, *parameter shape) per parameter.
+
+    Args:
+        params: the trained parameters, in the order of flat vectors.
+        gradients: for each parameter its per-sample gradients, or None where it was not used.
+        scale: multiplies all of them.
+    """
+
+    def __init__(
+        self, params: Sequence[Tensor], gradients: Sequence[Tensor | None], scale: float
+    ) -> None:
+        parts = [
+            None
+            if rows is None
+            else ParameterGradients([Rows.use(at_least_float32(rows))], rows.shape[1:])
+            for rows in gradients
+        ]
+        super().__init__(params, parts, scale)
+        self._scale, self._factor = scale / max(1, self._count), scale
+
+    def entries(self) -> Tensor:
+        """Return each record's gradient as a row, shape (n, d); before they are summed."""
+        every = [torch.arange(param.numel(), device=param.device) for param in self._params]
+        parts = self._columns(every)
+        return torch.cat(parts, dim=1) * self._factor
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32 if it is in half of that."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def restricted(parts: Sequence[Tensor], scale: float) -> MaterialisedGradients:
+    """Return gradients at some coordinates only, from the columns that belong to each parameter."""
+    rows = torch.cat(list(parts), dim=1)
+    return MaterialisedGradients([rows.new_empty(rows.shape[1])], [rows], scale)
+
+
+def places_in(coordinates: Tensor, params: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the places in each parameter, on its device, of sorted places in flat vectors.
+
+    No device is waited for, if the coordinates are on the host.
+    """
+    sizes = torch.tensor([param.numel() for param in params], device=coordinates.device)
+    ends = sizes.cumsum(0)
+    cuts = torch.searchsorted(coordinates.contiguous(), ends).tolist()
+    for param, end, start, stop in zip(params, ends.tolist(), [0, *cuts], cuts, strict=False):
+        yield (coordinates[start:stop] - (end - param.numel())).to(param.device)
 
 
 # -- the sum and the loss -------------------------------------------------------------------------

@@ -10,10 +10,9 @@ from typing import Any, TypeAlias, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from lightning_dp._generators import RandomState
 from lightning_dp._refusals import RefusedRun
-from lightning_dp._shards import held_here, is_sharded
-from lightning_dp._training_step import is_differentiable, loss_in
+from lightning_dp._snapshot import RandomState
+from lightning_dp._world import held_here, is_sharded
 from lightning_dp.boundary import BoundedSum, PerSampleGradients, Query, bounded_sum
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients.base import (
@@ -24,6 +23,7 @@ from lightning_dp.gradients.base import (
     OtherRowsError,
     UnsupportedModelError,
 )
+from lightning_dp.gradients.batches import is_differentiable, loss_in
 from lightning_dp.gradients.clip_count import CountedGradients
 from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.gradients.parameter_sum import BookkeptGradients, check_sum, plain_gradients

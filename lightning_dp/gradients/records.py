@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp._refusals import RefusedRun
-from lightning_dp._training_step import loss_in
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
     AbstractPerSampleGradients,
@@ -22,12 +21,11 @@ from lightning_dp.gradients.base import (
     UncoveredParameterError,
     UnsupportedModelError,
 )
-from lightning_dp.gradients.batches import SampleBatch, map_leaves
+from lightning_dp.gradients.batches import SampleBatch, loss_in, map_leaves
 from lightning_dp.gradients.calls import Call, CallSums, DualSums, go_back, run_along
 from lightning_dp.gradients.composites import COMPOSITES
 from lightning_dp.gradients.graph import nodes
-from lightning_dp.gradients.materialised import restricted
-from lightning_dp.gradients.parameter_sum import BookkeptGradients, ScratchPool
+from lightning_dp.gradients.parameter_sum import BookkeptGradients, ScratchPool, restricted
 from lightning_dp.gradients.record_calls import (
     MISSING,
     CallRecorder,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_dp._norms import FixedNorm
+from lightning_dp._fix import FixedNorm
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.bilinear import (
     Convolution,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp
 
-from lightning_dp._shards import held_here, is_sharded
+from lightning_dp._world import held_here, is_sharded
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients.base import UnsupportedModelError, is_flat_sharded, is_fully_sharded
 from lightning_dp.gradients.bilinear import Rows, Uses

@@ -14,8 +14,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-from lightning_dp._module_state import Snapshot
-from lightning_dp._warnings import warn
+from lightning_dp._refusals import warn
+from lightning_dp._snapshot import Snapshot
 from lightning_dp.gradients.base import Around
 from lightning_dp.gradients.batches import map_leaves
 from lightning_dp.gradients.record_calls import (

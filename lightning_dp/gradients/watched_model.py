@@ -8,9 +8,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from lightning_dp._generators import RandomState
 from lightning_dp._refusals import Refusal
-from lightning_dp._training_step import is_differentiable, loss_in
+from lightning_dp._snapshot import RandomState
 from lightning_dp.gradients.base import (
     ALONE,
     AbstractGradientEngine,
@@ -20,7 +19,7 @@ from lightning_dp.gradients.base import (
     OtherRowsError,
     UnsupportedModelError,
 )
-from lightning_dp.gradients.batches import DEFAULT_LAYOUT, SampleBatch
+from lightning_dp.gradients.batches import DEFAULT_LAYOUT, SampleBatch, is_differentiable, loss_in
 from lightning_dp.gradients.compiled import CompiledParts, as_written
 from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.gradients.graph import CoupledLossError, check_loss_graph

@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dp._generators import RandomState
-from lightning_dp._module_state import Snapshot, restored
-from lightning_dp._precision import full_precision
+from lightning_dp._snapshot import RandomState, Snapshot, restored
 from lightning_dp.boundary import Query
-from lightning_dp.functional import number_of_entries
+from lightning_dp.functional import full_precision, number_of_entries
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.isolation.comparison import (

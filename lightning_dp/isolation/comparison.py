@@ -21,11 +21,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_dp._precision import in_float64
-from lightning_dp.functional import clip_factors
+from lightning_dp.functional import clip_factors, in_float64
 from lightning_dp.gradients.base import AbstractPerSampleGradients
-from lightning_dp.gradients.materialised import MaterialisedGradients
-from lightning_dp.gradients.parameter_sum import BookkeptGradients
+from lightning_dp.gradients.parameter_sum import BookkeptGradients, MaterialisedGradients
 
 __all__ = [
     "TOLERANCE",

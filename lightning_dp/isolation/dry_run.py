@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dp._generators import RandomState
-from lightning_dp._precision import in_float64
+from lightning_dp._snapshot import RandomState
 from lightning_dp.boundary import Query, Term
+from lightning_dp.functional import in_float64
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.batches import UNKNOWN_LAYOUT, Layout

@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from lightning_dp._waiting_losses import WaitingLosses
+from lightning_dp.gradients.graph import WaitingLosses
 
 __all__ = ["ByHand", "PublicStep", "without_dropout"]
 

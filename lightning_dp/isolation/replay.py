@@ -12,14 +12,12 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from lightning_dp._generators import RandomState
-from lightning_dp._module_state import Snapshot, restored
-from lightning_dp._precision import full_precision
-from lightning_dp._training_step import is_differentiable, loss_in
+from lightning_dp._snapshot import RandomState, Snapshot, restored
 from lightning_dp.boundary import Query
+from lightning_dp.functional import full_precision
 from lightning_dp.gradients import RecordPasses, Replay, UnsupportedModelError
 from lightning_dp.gradients.base import AbstractPerSampleGradients
-from lightning_dp.gradients.batches import Singles
+from lightning_dp.gradients.batches import Singles, is_differentiable, loss_in
 from lightning_dp.gradients.parameter_sum import BookkeptGradients
 from lightning_dp.isolation.comparison import GradientSample
 from lightning_dp.isolation.diagnosis import Call, watch_calls

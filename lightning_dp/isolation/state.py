@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_dp._module_state import Path, Snapshot, restored
+from lightning_dp._snapshot import Path, Snapshot, restored
 
 __all__ = ["Marks", "TwinState"]
 

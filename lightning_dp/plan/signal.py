@@ -47,8 +47,8 @@ import torch
 from scipy.special import ndtri
 from torch import Tensor
 
-from lightning_dp._precision import has_float64
 from lightning_dp.boundary import Query, Release
+from lightning_dp.functional import has_float64
 
 __all__ = ["Signal", "SignalTracker", "Stretch", "Verdict", "judge"]
 

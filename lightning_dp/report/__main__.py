@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lightning_dp._files import file_of_checkpoint
-from lightning_dp.about import About
 from lightning_dp.accounting.base import Relation, check_delta, epsilon_text
 from lightning_dp.accounting.journal import Charges, JournalError
+from lightning_dp.config import About
 from lightning_dp.report.content import READERS, Page, Total, charged, plain, render
 from lightning_dp.report.files import (
     CheckedDocument,

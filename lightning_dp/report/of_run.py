@@ -52,8 +52,8 @@ def report(run: PrivateRun) -> PrivacyReport:
         seeded=run.is_seeded,
         isolation=run.isolation,
         spot_checks=_spot_checks(run),
-        gradient_edits=config.gradient_edits,
-        public_state=tuple(config.public_state),
+        gradient_edits=config.checks.gradient_edits,
+        public_state=tuple(config.checks.public_state),
         guard=FixedGuard.description if run.mechanism is None else run.mechanism.guard.description,
         accountant=config.accountant.name,
         accountant_settings=_settings(config.accountant),
@@ -83,7 +83,7 @@ def _minute(moment: datetime | None) -> str | None:
 
 def _spot_checks(run: PrivateRun) -> str:
     """Return how many steps passed a comparison, and the reasons why others were not compared."""
-    if not run.config.spot_checks:
+    if not run.config.checks.comparisons:
         return "opted out"
     if run.config.engine == "one_by_one":
         return "not needed: each record runs alone"

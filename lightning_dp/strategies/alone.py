@@ -16,7 +16,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 from lightning_dp._checks import MisconfigurationError
-from lightning_dp._training_step import loss_in
+from lightning_dp.gradients.batches import loss_in
 from lightning_dp.gradients.side_effects import over_records
 
 __all__ = ["RecordsAlone"]
@@ -39,7 +39,7 @@ class RecordsAlone:
 
     Args:
         module: the user's model. While a record runs, it is kept apart
-            (:func:`lightning_dp._module_state.apart`).
+            (:func:`lightning_dp._snapshot.apart`).
     """
 
     def __init__(self, module: LightningModule) -> None:

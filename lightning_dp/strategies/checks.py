@@ -27,8 +27,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_dp._checks import MisconfigurationError, check_training_step
-from lightning_dp._shards import is_sharded
-from lightning_dp._warnings import warn
+from lightning_dp._refusals import warn
+from lightning_dp._world import is_sharded
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.sampling import BatchPlan, Poisson
 from lightning_dp.strategies.optimizers import Optimizers

@@ -98,7 +98,8 @@ def private_loader_of(trainer: Trainer) -> PrivateDataLoader:
             "covers one data set: return a single DataLoader, for several private sets over a "
             "ConcatDataset. Public data need no ledger: read them from a DataLoader of the module's "
             "own, and add the gradient of their loss (torch.autograd.grad) to p.grad in "
-            "on_before_optimizer_step, with gradient_edits='adds the gradient of public data'.",
+            "on_before_optimizer_step, with "
+            "checks=Checks(gradient_edits='adds the gradient of public data').",
             topic="several-loaders",
         )
     return loader

@@ -15,8 +15,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_dp._shards import held_here
-from lightning_dp._warnings import warn
+from lightning_dp._refusals import warn
+from lightning_dp._world import held_here
 from lightning_dp.accounting.journal import JournalError
 from lightning_dp.accounting.ledger import Ledger, Neighbours, neighbours, union
 from lightning_dp.run import PrivateRun

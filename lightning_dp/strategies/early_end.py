@@ -11,11 +11,11 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_dp._checks import MisconfigurationError
-from lightning_dp._training_step import loss_in
-from lightning_dp._warnings import warn
+from lightning_dp._refusals import warn
 from lightning_dp._world import World
 from lightning_dp.accounting.base import epsilon_text
 from lightning_dp.accounting.events import VoidedRunError
+from lightning_dp.gradients.batches import loss_in
 from lightning_dp.isolation.state import TwinState
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.run import PrivateRun
@@ -128,7 +128,7 @@ class PublicStops:
         end_training(self._trainer, self._run, _STOPPED.format(event, batch_idx))
 
     def _is_public(self, stops: Callable[[object], bool]) -> bool:
-        if not self._run.config.spot_checks:
+        if not self._run.config.checks.comparisons:
             return False  # nobody knows what follows the records
         return all(self._stops_where(sign, stops) for sign in (0.0, 1.0, -1.0))
 

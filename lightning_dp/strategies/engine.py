@@ -10,9 +10,8 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_dp._module_state import apart, restored
-from lightning_dp._shards import is_sharded
-from lightning_dp._world import World
+from lightning_dp._snapshot import apart, restored
+from lightning_dp._world import World, is_sharded
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.gradients import (
     AbstractGradientEngine,
@@ -74,7 +73,7 @@ class FitEngine:
             quietly=self._quietly,
             again=self.unchanged,
             wrap=wrap,
-            loss_graph_check=config.loss_graph_check,
+            loss_graph_check=config.checks.loss_graph,
         )
         self.watched = self.passes.watched
 

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
 from lightning_dp._checks import MisconfigurationError
-from lightning_dp._generators import OWN_GENERATORS, RandomState, put_back, state_of
-from lightning_dp._module_state import Snapshot
-from lightning_dp._warnings import warn
+from lightning_dp._refusals import warn
+from lightning_dp._snapshot import OWN_GENERATORS, RandomState, Snapshot, put_back, state_of
 from lightning_dp._world import World
 from lightning_dp.boundary import Query
 from lightning_dp.gradients import ALONE, UnsupportedModelError
@@ -55,10 +54,10 @@ _UNEXPLAINED = (
     "is in them is the same with other records. They are saved without noise. Compute them from weights "
     "in a hook of the module (on_train_batch_end, on_train_epoch_end), where it can be compared; or, if "
     "a callback or validation writes them by weights and public numbers alone, say so: "
-    "DifferentialPrivacy(public_state=['their names']), which the report prints."
+    "DifferentialPrivacy(checks=Checks(public_state=['their names'])), which the report prints."
 )
 _MADE_UP = (
-    "(Found on made-up samples. If it is wrong, leave the check out with isolation_probe=False.)"
+    "(Found on synthetic samples. If it is wrong, leave it out with checks=Checks(dry_run=False).)"
 )
 
 
@@ -105,7 +104,7 @@ class IsolationWatch:
         """The reason for which nothing more may be released: what a hook between two steps did."""
         self._hooks = _BeforeHooks(self)
         trainer.callbacks.insert(0, self._hooks)  # type: ignore[attr-defined]
-        if names := run.config.public_state:
+        if names := run.config.checks.public_state:
             note = f"what callbacks and validation write into {', '.join(names)} (declared, not checked)"
             run.not_covered = (*run.not_covered, note)
 
@@ -137,7 +136,7 @@ class IsolationWatch:
             self._run.isolation = BY_CONSTRUCTION
             return
         dry = None
-        if config.isolation_probe:
+        if config.checks.dry_run:
             dry = DryRun(self._sample(chunk), have_lengths=not self._collates_as_torch)
         layout = DEFAULT_LAYOUT
         if not self._collates_as_torch:
@@ -206,7 +205,7 @@ class IsolationWatch:
         if chunk.first:
             self._check = None
         config = run.config
-        if not config.spot_checks or run.batches is None:
+        if not config.checks.comparisons or run.batches is None:
             return
         self._since = run.step if self._since is None else self._since
         self._note_changes()
@@ -319,7 +318,7 @@ class IsolationWatch:
 
     def _is_public(self, name: str) -> bool:
         return name in self._cleared or any(
-            map(partial(fnmatch, name), self._run.config.public_state)
+            map(partial(fnmatch, name), self._run.config.checks.public_state)
         )
 
     def unexplained(self) -> str | None:
@@ -329,7 +328,7 @@ class IsolationWatch:
         that no comparison has found to be the same with other records. Where nothing is compared,
         nothing is said.
         """
-        if not self._run.config.spot_checks:
+        if not self._run.config.checks.comparisons:
             return None
         self._note_changes()
         names = self._changed | self._open_weights()

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric
 
 from lightning_dp._checks import MisconfigurationError
-from lightning_dp._warnings import warn
+from lightning_dp._refusals import warn
 from lightning_dp.run import PrivateRun
 
 __all__ = ["Monitors"]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_dp._checks import MisconfigurationError
-from lightning_dp._warnings import warn
+from lightning_dp._refusals import warn
 from lightning_dp.strategies.update_guard import trained_by
 
 __all__ = ["Optimizers", "find_optimizers"]

@@ -14,16 +14,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp._checks import MisconfigurationError
-from lightning_dp._generators import RandomState
-from lightning_dp._norms import normalises_over_the_batch
+from lightning_dp._fix import normalises_over_the_batch
 from lightning_dp._refusals import RefusedRun
-from lightning_dp._shards import as_shard, held_here
-from lightning_dp._training_step import loss_in
+from lightning_dp._snapshot import RandomState
+from lightning_dp._world import as_shard, held_here
 from lightning_dp.boundary import Query
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients import OtherRowsError, Replay, UnsupportedModelError
 from lightning_dp.gradients.base import OTHER_ROWS, UNANSWERED, AbstractPerSampleGradients, Forward
-from lightning_dp.gradients.batches import leaves
+from lightning_dp.gradients.batches import leaves, loss_in
 from lightning_dp.gradients.passes import passes_of
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.sampling.loader import Chunk

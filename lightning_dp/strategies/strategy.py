@@ -22,16 +22,14 @@ from torch.optim import Optimizer
 
 from lightning_dp._checks import MisconfigurationError, check_model
 from lightning_dp._files import local_folder
-from lightning_dp._refusals import RefusedRun, RefusedSetting, text_of
-from lightning_dp._shards import gathered, scattered
-from lightning_dp._training_step import is_differentiable, loss_in, with_loss
-from lightning_dp._waiting_losses import WaitingLosses
-from lightning_dp._warnings import warn
-from lightning_dp._world import World
+from lightning_dp._refusals import RefusedRun, RefusedSetting, text_of, warn
+from lightning_dp._world import World, gathered, scattered
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.estimators import MeanGradient
 from lightning_dp.gradients import AbstractGradientEngine, CoupledLossError, UnsupportedModelError
 from lightning_dp.gradients.base import without_alone
+from lightning_dp.gradients.batches import is_differentiable, loss_in, with_loss
+from lightning_dp.gradients.graph import WaitingLosses
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.plan.advice import Setting, optimizer_setting
 from lightning_dp.run import PrivateRun
@@ -240,7 +238,9 @@ class DifferentialPrivacyStrategy(Strategy):
         if engine.watched.compiled_note is not None:
             rank_zero_info(f"privacy: {engine.watched.compiled_note}.")
         step = PrivateStep(module, parameters, engine, device)
-        edits = GradientGuard(trainer, trained, is_declared=run.config.gradient_edits is not None)
+        edits = GradientGuard(
+            trainer, trained, is_declared=run.config.checks.gradient_edits is not None
+        )
         return Fit(
             folder,
             step,

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_dp._checks import MisconfigurationError
 from lightning_dp._refusals import RefusedRun
-from lightning_dp._shards import held_here
+from lightning_dp._world import held_here
 
 __all__ = [
     "GradientGuard",
@@ -50,14 +50,15 @@ _EDITED = (
     "An edit that looks at the batch, its loss or a metric makes the step follow the "
     "records without noise, and ε would not hold. To clip the private gradient, {}. Another function "
     "of released values alone is to be declared, and is then printed in the report: "
-    "DifferentialPrivacy(gradient_edits='what is done')."
+    "DifferentialPrivacy(checks=Checks(gradient_edits='what is done'))."
 )
 _SKIPPED = (
     "optimizer.step() was called for some batches and not for others. Which ones can come from the "
     "records (a loss that spikes, a gradient that is not finite), and a step that is left out has no "
     "noise, so ε would not hold. Call it once for every batch; accumulate with "
     "Trainer(accumulate_grad_batches=...). If numbers of steps alone decide, it is to be declared, and "
-    "is then printed in the report: DifferentialPrivacy(gradient_edits='what is left out')."
+    "is then printed in the report: "
+    "DifferentialPrivacy(checks=Checks(gradient_edits='what is left out'))."
 )
 _FROZEN = (
     "it would move the frozen parameters {} by an old p.grad, or by one that a hook wrote (give it "

@@ -21,11 +21,10 @@ from lightning_dp.accounting import (
     StreamingRDPAccountant,
     epsilon_text,
 )
-from lightning_dp.accounting.base import CachedAccountant, float32_above
+from lightning_dp.accounting.base import EpsilonCache, float32_above
 from lightning_dp.accounting.events import PoissonRound
 
 HISTORY = [(PoissonGaussian(1.1, 0.02), 150), (PoissonGaussian(0.9, 0.01), 200)]
-CACHED = CachedAccountant(PLDAccountant())  # one for all: no answer is taken for another
 OPACUS = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:(Optimal order is|divide by zero)")]
 
 every_accountant = pytest.mark.parametrize(
@@ -33,7 +32,6 @@ every_accountant = pytest.mark.parametrize(
     [
         PLDAccountant(),
         StreamingRDPAccountant(),
-        CACHED,
         pytest.param(OpacusRDPAccountant(), marks=OPACUS),
         pytest.param(OpacusPRVAccountant(eps_error=0.05), marks=OPACUS),
     ],
@@ -157,6 +155,18 @@ def test_a_pld_accountant_is_frozen_and_its_accuracies_are_checked():
     for name, value in (("rtol", 0.0), ("rtol", math.nan), ("spacing", 0.0), ("spacing", 2.0)):
         with pytest.raises(ValueError, match=name):
             PLDAccountant(**{name: value})
+
+
+@examples(max_examples=20)
+@given(asked=st.lists(st.tuples(histories, st.sampled_from([1e-5, 1e-6])), min_size=1, max_size=4))
+def test_a_cache_takes_no_value_for_another(asked):
+    accountant = StreamingRDPAccountant()
+    cache = EpsilonCache(accountant)
+    for history, delta in [*asked, *asked]:
+        for relation in ("add_remove", "replace_one"):
+            assert cache.epsilon(history, delta, relation) == accountant.epsilon(
+                history, delta, relation
+            )
 
 
 @examples(max_examples=200)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from lightning_dp._warnings import PrivacyWarning
+from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.accounting import (
     Gaussian,
     PLDAccountant,
@@ -22,6 +22,7 @@ from lightning_dp.accounting import (
 )
 from lightning_dp.accounting.base import AbstractAccountant
 from lightning_dp.accounting.calibration import affordable_steps, alike, calibrate_steps
+from lightning_dp.accounting.steps import CheckedHistory
 
 relations = st.sampled_from(["add_remove", "replace_one"])
 targets = st.floats(-3, 1.7).map(lambda x: 10**x)
@@ -140,13 +141,13 @@ def test_a_delta_above_the_sample_rate_is_a_warning():
 
 
 def test_long_schedules_are_calibrated_with_few_evaluations(monkeypatch):
-    sizes, full = [], PLDAccountant.epsilon_after
+    sizes, full = [], PLDAccountant.epsilon
 
-    def counted(self, spent, steps, *args):
-        sizes.append(steps.counts.size)
-        return full(self, spent, steps, *args)
+    def observed(self, history, *args):
+        sizes.append(CheckedHistory.of(history).steps.counts.size)
+        return full(self, history, *args)
 
-    monkeypatch.setattr(PLDAccountant, "epsilon_after", counted)
+    monkeypatch.setattr(PLDAccountant, "epsilon", observed)
     calibrate(np.exp(-2e-4 * np.arange(10_000)).tolist(), 0.01, 10_000, 3.0, 1e-6)
     assert sum(size > 100 for size in sizes) <= 4 and len(sizes) <= 20
 

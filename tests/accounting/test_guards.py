@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_dp import Checks
 from lightning_dp._world import World
 from lightning_dp.accounting import Gaussian, PoissonGaussian, StreamingRDPAccountant, epsilon
 from lightning_dp.accounting.calibration import affordable_steps
@@ -147,7 +148,7 @@ def fit(classifier: Any, mlp: Any, loader: Any, make_trainer: Any) -> Any:
     """``fit(epochs, ...)`` trains with a callback of these arguments, and returns it and the Trainer."""
 
     def trained(epochs: int, privacy: Any = None, **arguments: Any) -> Any:
-        arguments = {"target_delta": DELTA, "isolation_probe": False, **arguments}
+        arguments = {"target_delta": DELTA, "checks": Checks(dry_run=False), **arguments}
         privacy = privacy or DifferentialPrivacy(**arguments)
         trainer = make_trainer(max_epochs=epochs, callbacks=[privacy])
         trainer.fit(classifier(mlp()), loader)

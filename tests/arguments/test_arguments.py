@@ -72,6 +72,10 @@ ELSEWHERE = {
     "epsilon_text.epsilon",  # also nan and inf
     *("audit.num_canaries", "audit.confidence", "recover_journal.unrecorded_steps"),
     *("DifferentialPrivacy.private_optimizer", "PrivacyConfig.private_optimizer"),  # also a path
+    # earlier names of the arguments of Checks
+    *("DifferentialPrivacy.isolation_probe", "DifferentialPrivacy.loss_graph_check"),
+    *("DifferentialPrivacy.spot_checks", "PrivacyConfig.isolation_probe"),
+    *("PrivacyConfig.loss_graph_check", "PrivacyConfig.spot_checks"),
     *("Trial.number", "Suggestion.seconds", "Suggestion.records_per_second"),  # results
 }
 

@@ -43,9 +43,10 @@ from lightning_dp.audit import check_isolation
 from lightning_dp.audit.bounds import one_run_p_value
 from lightning_dp.boundary import Query
 from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.config import Checks
 from lightning_dp.estimators import Storm, Traits
 from lightning_dp.federated import InverseRootSteps
-from lightning_dp.functional import clip_factors, laplacian_smoothing
+from lightning_dp.functional import clip_factors, laplacian_smoothing, random_k, shared_mask
 from lightning_dp.metrics import PrivacyBudget
 from lightning_dp.plan import TrainingPlan, learning_rate, plan_training, suggest
 from lightning_dp.plotting import plot_schedule
@@ -59,7 +60,6 @@ from lightning_dp.schedules import (
     StepDecay,
 )
 from lightning_dp.search import Search
-from lightning_dp.sparsify import random_k, shared_mask
 from tests.arguments.door import Door
 
 STEPS = [(Gaussian(3.0), 10)]
@@ -91,13 +91,10 @@ CONFIGURATION = {
     "max_grad_norm": 1.0,
     "noise_multiplier": 1.0,
     "seed": 3,
-    "isolation_probe": True,
-    "loss_graph_check": True,
-    "spot_checks": True,
     "advice": True,
     "count_clipped": False,
 }
-FLAGS = ("isolation_probe", "loss_graph_check", "spot_checks", "advice", "count_clipped")
+FLAGS = ("advice", "count_clipped")
 
 
 class OneLayer(LightningModule):
@@ -265,6 +262,11 @@ TRAINING = [
         {"keep": 3, "seed": 1, "round_": 0},
         whole=("keep", "seed", "round_"),
         others={"u": torch.ones(10)},
+    ),
+    Door(
+        Checks,
+        {"dry_run": True, "loss_graph": True, "comparisons": True},
+        flags=("dry_run", "loss_graph", "comparisons"),
     ),
     Door(
         check_isolation,

@@ -30,9 +30,9 @@ from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPl
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.protocol import AbstractClient, AbstractServer, Message
 from lightning_dp.federated.synchronous import BVRLSGD, QueryClient, SynchronousServer
-from lightning_dp.gradients.materialised import MaterialisedGradients
+from lightning_dp.functional import shared_mask
+from lightning_dp.gradients.parameter_sum import MaterialisedGradients
 from lightning_dp.noise_plan import NoisePlan
-from lightning_dp.sparsify import shared_mask
 
 SIZE, CLIENTS, RECORDS, ROUNDS = 4, 3, 30, 6
 Z, RATE, DELTA, SEED = 2.0, 0.2, 1e-5, 50

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_dp import fix
-from lightning_dp._norms import FixedNorm, number_of_groups
+from lightning_dp._fix import FixedNorm, number_of_groups
 
 
 def used(norm: Any, *size: int) -> Any:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from lightning_dp._generators import RandomState
+from lightning_dp._snapshot import RandomState
 from lightning_dp.boundary import Query, Term
 from lightning_dp.gradients import (
     RecordPasses,

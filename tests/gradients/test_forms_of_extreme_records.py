@@ -24,8 +24,11 @@ from lightning_dp.gradients.bilinear import (
     Scale,
     Use,
 )
-from lightning_dp.gradients.materialised import MaterialisedGradients
-from lightning_dp.gradients.parameter_sum import BookkeptGradients, ParameterGradients
+from lightning_dp.gradients.parameter_sum import (
+    BookkeptGradients,
+    MaterialisedGradients,
+    ParameterGradients,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_dp._precision import full_precision
 from lightning_dp.boundary import bounded_sum
+from lightning_dp.functional import full_precision
 from lightning_dp.gradients.batches import SampleBatch
 from lightning_dp.gradients.engines import EngineChoice
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dp._generators import RandomState
 from lightning_dp._refusals import RefusedRun
+from lightning_dp._snapshot import RandomState
 from lightning_dp.gradients.one_by_one import OneByOne
 
 

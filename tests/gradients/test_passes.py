@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_dp._generators import RandomState
+from lightning_dp._snapshot import RandomState
 from lightning_dp.boundary import Query, Term
 from lightning_dp.functional import flatten
 from lightning_dp.gradients import (

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 
+from lightning_dp import Checks
 from lightning_dp._checks import check_model
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.gradients import EngineChoice, UnsupportedModelError
@@ -116,7 +117,7 @@ def test_a_sharded_model_is_refused_before_anything_is_charged(
     model = classifier(net())
     fully_shard(model.net, mesh=mesh)
     privacy = DifferentialPrivacy(
-        target_delta=1e-5, noise_multiplier=1.0, isolation_probe=False, spot_checks=False
+        target_delta=1e-5, noise_multiplier=1.0, checks=Checks(dry_run=False, comparisons=False)
     )
     with pytest.raises(UnsupportedModelError, match=r"'net\.0\.weight'.* sharded"):
         make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_dp.gradients.materialised import MaterialisedGradients
+from lightning_dp.gradients.parameter_sum import MaterialisedGradients
 from lightning_dp.isolation.comparison import TOLERANCE, movement, resolution, take_sample
 
 N, D = 8, 400

@@ -172,7 +172,7 @@ def test_what_always_couples_is_refused_before_a_charge(make_trainer):
     model = Model(network(BatchStatistics()), F.cross_entropy)
     before = copy.deepcopy(model.state_dict())
 
-    with pytest.raises(REFUSALS, match=r"(?s)couples the records.*isolation_probe=False"):
+    with pytest.raises(REFUSALS, match=r"(?s)couples the records.*dry_run=False"):
         make_trainer(callbacks=[privacy], max_steps=2).fit(
             model, DataLoader(TensorDataset(x, y), 4)
         )

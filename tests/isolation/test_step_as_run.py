@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dp import FullBatch
+from lightning_dp import Checks, FullBatch
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
 
@@ -73,7 +73,7 @@ def runs_of_step_1(make_trainer, tmp_path):
 
 def test_the_whole_batch_runs_once_more_with_samples_exchanged(runs_of_step_1):
     assert runs_of_step_1(Model()) == [N, N]
-    assert runs_of_step_1(Model(), spot_checks=False) == [N]
+    assert runs_of_step_1(Model(), checks=Checks(comparisons=False)) == [N]
 
 
 def test_records_that_cannot_be_read_twice_run_on_their_own(runs_of_step_1):
@@ -97,4 +97,4 @@ class Drops(Model):
 
 def test_a_step_with_other_rows_than_records_is_voided_as_ever(runs_of_step_1):
     with pytest.raises(VoidedRunError, match="rows"):
-        runs_of_step_1(Drops(), loss_graph_check=False)
+        runs_of_step_1(Drops(), checks=Checks(loss_graph=False))

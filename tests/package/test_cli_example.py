@@ -20,7 +20,7 @@ METHODS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 QUICK = {"cubic_newton", "diff2", "full_batch"}  # the others run in the slow tests
 QUIET = ["--trainer.enable_progress_bar=false", "--trainer.max_epochs=2"]
 CALLBACK = "--trainer.callbacks.init_args"
-UNCHECKED = [*QUIET, f"{CALLBACK}.isolation_probe=false", f"{CALLBACK}.spot_checks=false"]
+UNCHECKED = [*QUIET, f"{CALLBACK}.checks.dry_run=false", f"{CALLBACK}.checks.comparisons=false"]
 
 
 @pytest.fixture

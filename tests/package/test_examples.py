@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_dp import Checks
+
 
 def run(script: Path, *arguments: str, cwd: Path, **environment: str) -> Any:
     clean = {k: v for k, v in os.environ.items() if k != "LIGHTNING_DP_DATA"}
@@ -202,4 +204,4 @@ def test_mnist_gan_runs(load, global_settings, tmp_path, monkeypatch, capsys):
 
 def unchecked(privacy: type[Any]) -> Callable[..., Any]:
     """The callback without checks, which take a minute here."""
-    return lambda **arguments: privacy(**arguments, isolation_probe=False, spot_checks=False)
+    return lambda **arguments: privacy(**arguments, checks=Checks(dry_run=False, comparisons=False))

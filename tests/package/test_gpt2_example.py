@@ -16,8 +16,8 @@ FOLDER = Path(__file__).parents[2] / "examples" / "gpt2"
 COMMAND = ["fit", "--config", str(FOLDER / "lora.yaml"), "--trainer.enable_progress_bar=false"]
 CALLBACK = "--trainer.callbacks.init_args"
 UNCHECKED = [
-    f"{CALLBACK}.isolation_probe=false",
-    f"{CALLBACK}.spot_checks=false",
+    f"{CALLBACK}.checks.dry_run=false",
+    f"{CALLBACK}.checks.comparisons=false",
 ]  # the slow test has them
 SHORT = [*UNCHECKED, "--data.records=96", "--trainer.max_epochs=1", "--trainer.log_every_n_steps=1"]
 

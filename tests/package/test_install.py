@@ -143,6 +143,17 @@ def test_an_installed_wheel_imports_from_itself(wheel, tmp_path):
     assert Path(done) == target / "lightning_dp" / "callbacks" / "__init__.py"
 
 
+def test_a_checkout_works_without_an_installation(root, tmp_path):
+    """``lightning_dp/callbacks`` is a link to ``callbacks``."""
+    not_installed = "sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f)]"
+    what = "from lightning_dp import DifferentialPrivacy as D; import inspect"
+    code = f"import sys; {not_installed}; {what}; print(inspect.getfile(D))"
+
+    done = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(root))
+
+    assert Path(done).resolve() == (root / "callbacks" / "differential_privacy.py").resolve()
+
+
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The modules of a process that imports the callback outside the checkout."""

@@ -19,8 +19,7 @@ import pytest
 
 import lightning_dp
 from lightning_dp import PrivacyWarning, _refusals, help
-from lightning_dp._refusals import Refusal, pointer
-from lightning_dp._warnings import warn
+from lightning_dp._refusals import Refusal, pointer, warn
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*(ROOT / "lightning_dp").rglob("*.py"), *(ROOT / "callbacks").glob("*.py")])

@@ -24,7 +24,7 @@ from lightning_dp.accounting import PLDAccountant, PoissonGaussian, calibrate
 from lightning_dp.boundary import Query, Term, bounded_sum
 from lightning_dp.federated import PolynomialSizes
 from lightning_dp.federated.asynchronous import rounds_for
-from lightning_dp.gradients.materialised import MaterialisedGradients
+from lightning_dp.gradients.parameter_sum import MaterialisedGradients
 
 PAPERS = Path(__file__).parents[2] / "examples" / "papers"
 

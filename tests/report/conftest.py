@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_dp import Checks
 from lightning_dp.accounting import PoissonGaussian, epsilon
 from lightning_dp.accounting.journal import Charges
 from lightning_dp.callbacks import DifferentialPrivacy
@@ -58,7 +59,7 @@ def fit(
     ) -> Fitted:
         if privacy is None:
             privacy = DifferentialPrivacy(
-                noise_multiplier=1.5, target_delta=1e-5, isolation_probe=False
+                noise_multiplier=1.5, target_delta=1e-5, checks=Checks(dry_run=False)
             )
         saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
         arguments = {"max_steps": 12, "enable_checkpointing": saves, **trainer}

@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 
+from lightning_dp import Checks
 from lightning_dp.accounting import PoissonGaussian, epsilon, epsilon_text
 from lightning_dp.accounting.journal import Journal
 from lightning_dp.callbacks import DifferentialPrivacy
@@ -184,7 +185,7 @@ def test_the_total_of_noise_chosen_at_run_time_is_that_of_whole_budgets(
             target_epsilon=1.0,
             target_delta=1e-5,
             noise_schedule=at_run_time,
-            isolation_probe=False,
+            checks=Checks(dry_run=False),
         )
         fit(privacy=privacy, max_steps=3)
     fit()
@@ -211,7 +212,7 @@ def test_a_ledger_without_a_guarantee_leaves_none_and_the_others_stand_beside(
     options, fit, command, tmp_path
 ):
     fit()
-    privacy = DifferentialPrivacy(target_delta=1e-5, isolation_probe=False, **options)
+    privacy = DifferentialPrivacy(target_delta=1e-5, checks=Checks(dry_run=False), **options)
     fit(privacy=privacy)
     name = privacy.report().ledger_id
 
@@ -349,7 +350,7 @@ def test_a_run_with_noise_chosen_at_run_time_claims_its_whole_budget(
         noise_multiplier=1.5,
         noise_schedule=at_run_time,
         target_delta=1e-5,
-        isolation_probe=False,
+        checks=Checks(dry_run=False),
     )
     (path,) = fit(privacy=privacy).reports
     assert read_report(path).claims_budget

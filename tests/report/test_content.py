@@ -10,6 +10,7 @@ import matplotlib
 import numpy as np
 import pytest
 
+from lightning_dp import Checks
 from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian, epsilon, epsilon_text
 from lightning_dp.accounting.journal import Charges
 from lightning_dp.callbacks import DifferentialPrivacy
@@ -23,7 +24,9 @@ DELTA = 1e-5
 
 
 def test_infinite_epsilon_is_legal_json(fit):
-    privacy = DifferentialPrivacy(noise_multiplier=0.0, target_delta=1e-5, isolation_probe=False)
+    privacy = DifferentialPrivacy(
+        noise_multiplier=0.0, target_delta=1e-5, checks=Checks(dry_run=False)
+    )
     fitted = fit(privacy=privacy)
 
     (path,) = fitted.reports
@@ -151,7 +154,9 @@ def test_a_batch_that_ran_whole_has_epsilon_under_the_tolerance_of_comparisons(
 def test_steps_that_were_not_compared_are_counted_as_such_with_the_reason(
     classifier, mlp, loader, make_trainer
 ):
-    privacy = fitted(classifier, mlp, loader, make_trainer, public_state=["teacher.*"])
+    privacy = fitted(
+        classifier, mlp, loader, make_trainer, checks=Checks(public_state=["teacher.*"])
+    )
     run = privacy._run
     looked = run.spot_checks
     assert privacy.report().spot_checks == f"passed at {looked} of 10 steps"
@@ -185,7 +190,7 @@ def report(fit):
         noise_multiplier=3.0,
         noise_schedule=Exponential(0.1),
         target_delta=DELTA,
-        isolation_probe=False,
+        checks=Checks(dry_run=False),
     )
     return fit(privacy=privacy).privacy.report()
 

@@ -12,7 +12,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_dp._warnings import PrivacyWarning
+from lightning_dp import Checks
+from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.accounting import epsilon_text
 from lightning_dp.accounting.journal import read_journal
 from lightning_dp.callbacks import DifferentialPrivacy, PrivacyReportFiles
@@ -147,7 +148,9 @@ def test_a_resumed_run_replaces_its_report_and_another_run_does_not(fit, saved, 
 
 
 def test_a_file_that_cannot_be_written_is_said_and_training_goes_on(fit, tmp_path, said):
-    privacy = DifferentialPrivacy(noise_multiplier=1.5, target_delta=1e-5, isolation_probe=False)
+    privacy = DifferentialPrivacy(
+        noise_multiplier=1.5, target_delta=1e-5, checks=Checks(dry_run=False)
+    )
     in_the_way = tmp_path / "privacy" / f"privacy_report-{privacy.report().ledger_id}.json"
     in_the_way.mkdir(parents=True)
 

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import matplotlib
 import pytest
 
-from lightning_dp import About
+from lightning_dp import About, Checks
 from lightning_dp.accounting import (
     ApproximateDP,
     Gaussian,
@@ -311,8 +311,7 @@ def test_about_and_times_are_in_the_report_of_a_fit(fit):
     privacy = DifferentialPrivacy(
         noise_multiplier=1.5,
         target_delta=DELTA,
-        isolation_probe=False,
-        spot_checks=False,
+        checks=Checks(dry_run=False, comparisons=False),
         about=About(data_set=" noise ", record="one row"),
     )
     report = fit(privacy=privacy).privacy.report()

@@ -15,8 +15,8 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import DataLoader, Subset
 
-from lightning_dp import About
-from lightning_dp._warnings import PrivacyWarning
+from lightning_dp import About, Checks
+from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.plan.advice import before
 from lightning_dp.strategies import earlier_training
@@ -66,7 +66,7 @@ def train(
         **options: Any,
     ) -> Fit:
         monkeypatch.setattr(earlier_training, "_process", earlier_training._Process())
-        arguments = {"target_delta": 1e-5, "isolation_probe": False, **options}
+        arguments = {"target_delta": 1e-5, "checks": Checks(dry_run=False), **options}
         privacy = privacy or DifferentialPrivacy(**arguments)
         fit = Fit(privacy, make_trainer(max_epochs=max_epochs, callbacks=[privacy, *callbacks]))
         caplog.clear()

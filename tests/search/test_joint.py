@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
-from lightning_dp import DifferentialPrivacy, FullBatch
+from lightning_dp import Checks, DifferentialPrivacy, FullBatch
 from lightning_dp._refusals import Refusal
 from lightning_dp.accounting import ApproximateDP, Gaussian, PoissonGaussian, epsilon, sweep_history
 from lightning_dp.accounting.pld import EnvelopeAccountant
@@ -52,7 +52,7 @@ class Model(BoringModel):
 
 def fit(trial, folder, steps=3, model=None, **arguments):
     privacy = DifferentialPrivacy(
-        **trial.share(), **arguments, isolation_probe=False, spot_checks=False
+        **trial.share(), **arguments, checks=Checks(dry_run=False, comparisons=False)
     )
     Trainer(default_root_dir=folder, max_steps=steps, callbacks=[privacy], **QUIET).fit(
         Model() if model is None else model
@@ -192,7 +192,7 @@ KILLED = """
 
     search = Search(trials=3, **BUDGET, folder={folder!r})
     privacy = DifferentialPrivacy(
-        **search.trial().share(), isolation_probe=False, spot_checks=False
+        **search.trial().share(), checks=Checks(dry_run=False, comparisons=False)
     )
     trainer = Trainer(default_root_dir={folder!r}, max_steps=9, callbacks=[privacy, Kill()], **QUIET)
     trainer.fit(Model())

@@ -13,7 +13,7 @@ from scipy import stats
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_dp._warnings import PrivacyWarning
+from lightning_dp._refusals import PrivacyWarning
 from tests.zoo import private
 
 N = 240

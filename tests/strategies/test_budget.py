@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_dp import FullBatch
-from lightning_dp._warnings import PrivacyWarning
+from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian
 from lightning_dp.schedules import Exponential
 from tests.zoo import private

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import Diff2, FullBatch, Momentum, PrivacyConfig
+from lightning_dp import Checks, Diff2, FullBatch, Momentum, PrivacyConfig
 from lightning_dp.callbacks import DifferentialPrivacy, PrivateSingleDeviceStrategy
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.schedules import Exponential
@@ -296,7 +296,7 @@ def test_all_parts_of_a_fit_can_be_copied(run, fitted):
 
 
 def test_parts_of_a_private_strategy_of_its_own_class_can_be_pickled(fitted):
-    config = PrivacyConfig(noise_multiplier=1.0, target_delta=1e-5, isolation_probe=False)
+    config = PrivacyConfig(noise_multiplier=1.0, target_delta=1e-5, checks=Checks(dry_run=False))
     trainer = fitted(None, strategy=PrivateSingleDeviceStrategy("cpu", privacy=config))
     twin = pickle.loads(pickle.dumps(trainer))
     assert type(twin.strategy) is PrivateSingleDeviceStrategy

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dp._warnings import PrivacyWarning
+from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian
 from lightning_dp.accounting.base import epsilon_text
 from lightning_dp.accounting.journal import Charges, Journal, read_written

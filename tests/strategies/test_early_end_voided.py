@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from lightning_dp import Diff2, FullBatch
-from lightning_dp._warnings import PrivacyWarning
+from lightning_dp import Checks, Diff2, FullBatch
+from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.gradients import CoupledLossError
@@ -330,7 +330,7 @@ class Flooded(L.LightningModule):
 
 
 def fit_flooded(fit, first: int, by_hand: bool, engine: str) -> None:
-    settings = {"isolation_probe": False, "spot_checks": False, "engine": engine}
+    settings = {"checks": Checks(dry_run=False, comparisons=False), "engine": engine}
     privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5, **settings)
     records = TensorDataset(torch.rand(60, 3), torch.arange(60) % 2)
     fit(Flooded(first, by_hand), privacy, DataLoader(records, batch_size=20), max_epochs=2)
@@ -419,7 +419,9 @@ class MixesInACall(Rows):
 
 
 def test_without_spot_checks_it_is_not_watched(fit):
-    assert math.isfinite(fit_records(fit, dataset=MixesInACall(), spot_checks=False).epsilon)
+    assert math.isfinite(
+        fit_records(fit, dataset=MixesInACall(), checks=Checks(comparisons=False)).epsilon
+    )
 
 
 class Sequences(Dataset):

@@ -16,7 +16,8 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
-from lightning_dp._warnings import PrivacyWarning
+from lightning_dp import Checks
+from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report import PrivacyReport
@@ -220,6 +221,7 @@ def run(classifier, mlp, loader, make_trainer, weights):
         edit: Edit = lambda model: None,
         *,
         change: Callable[[Any], None] = lambda model: None,
+        declared: str | None = None,
         trainer: dict[str, Any] | None = None,
         **privacy: Any,
     ) -> Tensor:
@@ -228,8 +230,8 @@ def run(classifier, mlp, loader, make_trainer, weights):
         place(setting, edit)
         run.model = setting.model
         run.start = weights(setting.model)
-        unchecked = {"isolation_probe": False, "spot_checks": False}
-        settings = {"noise_multiplier": 0.5, "target_delta": 1e-5, **unchecked}
+        checks = Checks(dry_run=False, comparisons=False, gradient_edits=declared)
+        settings = {"noise_multiplier": 0.5, "target_delta": 1e-5, "checks": checks}
         run.privacy = DifferentialPrivacy(seed=1, **settings, **privacy)
         options = {"max_steps": 2, "plugins": setting.plugins, **(trainer or {})}
         run.trainer = make_trainer(callbacks=[*setting.callbacks, run.privacy], **options)
@@ -286,7 +288,7 @@ def assert_voided(run, weights) -> Callable[..., None]:
 def test_an_edit_changes_the_training_and_is_refused(
     place, edit, run, plain, assert_refused_at_once
 ):
-    declared = run(place, edit, gradient_edits="some", trainer={"max_steps": 1})
+    declared = run(place, edit, declared="some", trainer={"max_steps": 1})
     assert not torch.equal(declared, plain)
 
     assert_refused_at_once(place, edit)
@@ -325,7 +327,7 @@ def test_a_gradient_of_a_frozen_parameter_is_refused(assert_refused_at_once):
 
     match = r"would move the frozen parameters \['frozen'\]"
     assert_refused_at_once(in_the_module, gives, match=match)
-    assert_refused_at_once(in_the_module, gives, match=match, gradient_edits="others")
+    assert_refused_at_once(in_the_module, gives, match=match, declared="others")
 
 
 def test_an_edit_in_manual_optimization_is_refused(assert_refused_at_once):
@@ -447,7 +449,7 @@ def test_a_plugin_keeps_its_class_name_and_its_attributes(run, make_trainer):
 
 
 def test_a_declared_edit_is_printed_by_the_report(run):
-    run(in_the_module, scales, gradient_edits="halved", trainer={"max_steps": 1})
+    run(in_the_module, scales, declared="halved", trainer={"max_steps": 1})
 
     report = run.privacy.report()
 
@@ -486,7 +488,7 @@ def test_an_edit_of_the_moments_of_the_optimizer_voids_the_run(place, edit, run,
         model.make_optimizer = adam
 
     assert_voided(place, edit, change=change, match=r"its state.*between two steps")
-    run(place, edit, change=change, gradient_edits="moments are damped")
+    run(place, edit, change=change, declared="moments are damped")
 
 
 def steps_if(model: Any, condition: Callable[[Any], bool]) -> None:
@@ -546,7 +548,7 @@ def test_a_first_step_after_batches_without_one_is_refused(run, weights):
     assert torch.equal(weights(run.model), run.start)
 
     with pytest.warns(PrivacyWarning, match="charged and never released"):
-        run(gradient_edits="every third batch is stepped for", **whole)
+        run(declared="every third batch is stepped for", **whole)
     assert not torch.equal(weights(run.model), run.start)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_dp import Diff2, FullBatch
+from lightning_dp import Checks, Diff2, FullBatch
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.gradients import UnsupportedModelError, engines
 from lightning_dp.gradients.base import AbstractPerSampleGradients
@@ -262,7 +262,7 @@ def train_on_ladder(classifier, fit, monkeypatch):
         monkeypatch.setitem(engines._LADDERS, "auto", rungs)  # type: ignore[arg-type]
         torch.manual_seed(0)
         module = model()
-        settings: dict[str, Any] = {"isolation_probe": False, "spot_checks": False, **options}
+        settings: dict[str, Any] = {"checks": Checks(dry_run=False, comparisons=False), **options}
         privacy = DifferentialPrivacy(
             target_delta=1e-5,
             noise_multiplier=1.0,

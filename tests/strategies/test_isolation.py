@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_dp import CubicNewton, Diff2, FullBatch, Storm
+from lightning_dp import Checks, CubicNewton, Diff2, FullBatch, Storm
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
 
@@ -104,7 +104,7 @@ def data():
 def fit(make_trainer):
     def run(model, steps=3, privacy=None, collate=None, records=None, **trainer):
         settings = {"noise_multiplier": 1.0, "target_delta": 1e-5, "seed": 0}
-        settings |= {"isolation_probe": False, "loss_graph_check": False}
+        settings |= {"checks": Checks(dry_run=False, loss_graph=False)}
         callback = DifferentialPrivacy(**settings | (privacy or {}))
         arguments = {"max_steps": steps, "max_epochs": -1} | trainer
         trainer = make_trainer(callbacks=[callback, *arguments.pop("callbacks", [])], **arguments)
@@ -151,7 +151,9 @@ def test_a_collate_fn_that_mixes_is_named_whatever_the_engine(fit, engine):
 
 
 def test_records_that_run_alone_need_no_comparison(fit):
-    run = fit(Base(), privacy={"engine": "one_by_one", "isolation_probe": True}, collate=mixes)
+    run = fit(
+        Base(), privacy={"engine": "one_by_one", "checks": Checks(loss_graph=False)}, collate=mixes
+    )
 
     assert run.spot_checks == 0
     assert run.isolation == "by construction: each record runs alone"
@@ -179,11 +181,13 @@ def test_the_first_layer_that_mixes_is_named(fit):
 
 def test_made_up_samples_are_refused_before_a_charge(fit):
     with pytest.raises(MisconfigurationException, match=r"Centred couples the records of a batch"):
-        fit(Centred(), privacy={"isolation_probe": True})
+        fit(Centred(), privacy={"checks": Checks(loss_graph=False)})
 
 
 def test_without_comparisons_it_trains(fit):
-    run = fit(Centred(), privacy={"spot_checks": False})
+    run = fit(
+        Centred(), privacy={"checks": Checks(dry_run=False, loss_graph=False, comparisons=False)}
+    )
     assert (run.steps, run.spot_checks, run.isolation) == (3, 0, "opted out")
 
 
@@ -224,7 +228,11 @@ def test_a_buffer_that_a_callback_writes_is_saved_only_if_it_is_declared(fit, tm
         fit(WithBuffer(), **arguments)
     assert not list(tmp_path.rglob("*.ckpt"))
 
-    run = fit(WithBuffer(), privacy={"public_state": ["scale"]}, **arguments)
+    run = fit(
+        WithBuffer(),
+        privacy={"checks": Checks(dry_run=False, loss_graph=False, public_state=["scale"])},
+        **arguments,
+    )
     assert "scale (declared, not checked)" in " ".join(run.not_covered)
     assert list(tmp_path.rglob("*.ckpt"))
 
@@ -409,7 +417,7 @@ def texts():
 
 @pytest.mark.parametrize("engine", ["layers", "records"])
 def test_models_that_pad_and_drop_train(fit, engine):
-    settings = {"engine": engine, "isolation_probe": True}
+    settings = {"engine": engine, "checks": Checks(loss_graph=False)}
     run = fit(Words(engine == "records"), 12, settings, collate=padded, records=texts())
     assert run.steps == 12 and run.spot_checks > 5
     assert run.isolation == "compared on made-up samples"
@@ -417,7 +425,7 @@ def test_models_that_pad_and_drop_train(fit, engine):
 
 @pytest.mark.parametrize("engine", ["layers", "records"])
 def test_places_that_depend_on_the_padding_are_refused(fit, engine):
-    settings = {"engine": engine, "isolation_probe": True}
+    settings = {"engine": engine, "checks": Checks(loss_graph=False)}
     with pytest.raises((MisconfigurationException, VoidedRunError), match="moves by more than"):
         fit(FromTheRight(), 12, settings, collate=padded, records=texts())
 
@@ -463,7 +471,15 @@ def test_a_comparison_leaves_no_trace(fit, engine):
     def trajectory(checks):
         watch = Watch()
         L.seed_everything(7)
-        run = fit(Busy(), 4, {"spot_checks": checks, "engine": engine}, callbacks=[watch])
+        run = fit(
+            Busy(),
+            4,
+            {
+                "checks": Checks(dry_run=False, loss_graph=False, comparisons=checks),
+                "engine": engine,
+            },
+            callbacks=[watch],
+        )
         return watch.seen, run.spot_checks
 
     (seen, looks), (plain, none) = trajectory(True), trajectory(False)

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import Diff2, FullBatch, fix, rows_of_records
+from lightning_dp import Checks, Diff2, FullBatch, fix, rows_of_records
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.gradients import UnsupportedModelError
 from tests.zoo import private
@@ -46,13 +46,13 @@ class WithCheckpoints(nn.Module):
 @pytest.mark.parametrize(
     "options",
     [
-        {"isolation_probe": False, "spot_checks": False, "max_grad_norm": 0.5},
+        {"checks": Checks(dry_run=False, comparisons=False), "max_grad_norm": 0.5},
         pytest.param({"max_grad_norm": 0.5}, marks=pytest.mark.slow),
         pytest.param(
             {
                 "estimator": Diff2(restart_every=2),
                 "sampling": FullBatch(),
-                "isolation_probe": False,
+                "checks": Checks(dry_run=False),
             },
             marks=pytest.mark.slow,
         ),
@@ -194,7 +194,7 @@ def test_frozen_compiled_parts_run_compiled_in_training(classifier, blobs, fit):
 )
 def test_the_probe_sees_the_code_of_its_copies(options, fit_compiled):
     """Nothing is compiled for them, and the model itself is not run instead of one."""
-    _, report = fit_compiled(**options, isolation_probe=True, spot_checks=True)
+    _, report = fit_compiled(**options, checks=Checks())
     assert not any(RAN)
     assert "isolated" in report.isolation
 
@@ -593,7 +593,7 @@ def few_blobs() -> TensorDataset:
     ids=["time before a layer", "time behind a layer", "augmentations"],
 )
 def test_dense_rows_need_no_hint(fit, make):
-    short: Any = {"isolation_probe": False, "spot_checks": False, "sampling": FullBatch()}
+    short: Any = {"checks": Checks(dry_run=False, comparisons=False), "sampling": FullBatch()}
     slow, _ = fitted(fit, make(), few_blobs(), engine="one_by_one", **short)
     fast, _ = fitted(fit, make(), few_blobs(), **short)
     for one, other in zip(slow.parameters(), fast.parameters(), strict=True):

@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_dp import FullBatch
+from lightning_dp import Checks, FullBatch
 from lightning_dp.strategies.update_guard import StepGuard
 from tests.zoo import private
 
@@ -105,7 +105,7 @@ def test_traces_see_what_opacus_attaches(mlp):
 
 @pytest.mark.parametrize("checks", [True, False])
 def test_a_fit_leaves_what_a_plain_fit_leaves(checks, failing, mlp, loader, make_trainer):
-    privacy, models = private(isolation_probe=checks, spot_checks=checks), []
+    privacy, models = private(checks=Checks(dry_run=checks, comparisons=checks)), []
     for callbacks in ([], [privacy]):
         models.append(failing(mlp()))
         make_trainer(max_steps=3, limit_val_batches=1, callbacks=callbacks).fit(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import CubicNewton, Diff2, FullBatch, Poisson
+from lightning_dp import Checks, CubicNewton, Diff2, FullBatch, Poisson
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import Storm
@@ -240,7 +240,7 @@ def test_one_more_record_moves_the_sum_by_at_most_c(kind, released_sum):
     assert float(difference.norm()) <= C + 1e-5
 
 
-UNCHECKED = {"isolation_probe": False, "spot_checks": False}
+UNCHECKED = {"checks": Checks(dry_run=False, comparisons=False)}
 
 
 def y0() -> Tensor:
@@ -298,7 +298,7 @@ def test_no_record_sees_what_another_left(released_sum):
     """The oracle begins with a copy of the model for each record."""
     expected = clipped_by_a_loop(Remembers(), records())
     model = Remembers()
-    total = released_sum(model, isolation_probe=False)
+    total = released_sum(model, checks=Checks(dry_run=False))
     torch.testing.assert_close(total, expected, rtol=0, atol=1e-5)
     assert not model.largest and not model.last and sum(model.queue) == 0
 
@@ -504,7 +504,7 @@ def test_hooks_see_the_batch_and_one_output(fit):
 
 
 def test_the_report_says_that_records_run_alone(fit):
-    _, privacy = fit(Base(), isolation_probe=False)
+    _, privacy = fit(Base(), checks=Checks(dry_run=False))
     report = privacy.report()
     assert report.isolation.startswith("by construction: each record runs alone")
     assert report.mechanism["gradient engine"] == "one_by_one"

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_dp import Checks
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.accounting.journal import read_journal
@@ -160,7 +161,7 @@ def test_a_rule_that_reads_records_withdraws_epsilon(fit, kind, engine):
 
 def test_nothing_is_public_where_nobody_looks_at_state(fit):
     with pytest.raises(VoidedRunError, match="gave no gradient"):
-        fit(HookCounts(), "layers", spot_checks=False)
+        fit(HookCounts(), "layers", checks=Checks(comparisons=False))
 
 
 def test_the_module_is_as_before_when_its_rule_has_been_asked(fit):

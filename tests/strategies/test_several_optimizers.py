@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, softplus
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import rows_of_records
+from lightning_dp import Checks, rows_of_records
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.accounting.journal import read_journal
@@ -99,8 +99,7 @@ def fit(loader: DataLoader[Any], make_trainer: Any) -> Any:
             "noise_multiplier": 1.0,
             "target_delta": 1e-3,
             "private_optimizer": "critic",
-            "isolation_probe": False,
-            "spot_checks": False,
+            "checks": Checks(dry_run=False, comparisons=False),
             **settings,
         }
         if arguments.get("target_epsilon"):
@@ -182,7 +181,10 @@ def test_private_optimizer_of_a_single_one(classifier, mlp, make_trainer, loader
     data = DataLoader(TensorDataset(torch.randn(24, 6), torch.arange(24) % 3), batch_size=12)
     for named in (0, "net"):
         privacy = DifferentialPrivacy(
-            noise_multiplier=1.0, target_delta=1e-3, private_optimizer=named, isolation_probe=False
+            noise_multiplier=1.0,
+            target_delta=1e-3,
+            private_optimizer=named,
+            checks=Checks(dry_run=False),
         )
         make_trainer(max_epochs=1, callbacks=[privacy]).fit(classifier(mlp()), data)
         assert privacy.steps == 2
@@ -356,7 +358,7 @@ def test_a_critic_with_clipped_weights_that_steps_more_often(checked, fit):
     model = Wasserstein()
     before = copy.deepcopy(model.generator.state_dict())
 
-    checks = {"isolation_probe": checked, "spot_checks": checked}
+    checks = {"checks": Checks(dry_run=checked, comparisons=checked)}
     privacy = fit(model, trainer={"max_epochs": 2}, **checks)
 
     assert privacy.steps == 8
@@ -439,7 +441,7 @@ class Penalised(GAN):
 @pytest.mark.parametrize("probed", [True, False])
 def test_a_gradient_penalty_is_refused_with_the_cure(probed, fit):
     with pytest.raises(TypeError, match="a penalty on it: clip the weights") as refusal:
-        fit(Penalised(), isolation_probe=probed)
+        fit(Penalised(), checks=Checks(dry_run=probed, comparisons=False))
 
     assert "one_by_one" not in str(refusal.value)  # which manual optimization does not have
 
@@ -490,7 +492,11 @@ def test_the_gradient_of_public_data_is_added_by_a_declared_edit(
             self.total = [p.grad.clone() for p in parameters]
 
     model = Mixed(mlp())
-    privacy = private(gradient_edits="adds the gradient of public data")
+    privacy = private(
+        checks=Checks(
+            dry_run=False, comparisons=False, gradient_edits="adds the gradient of public data"
+        )
+    )
     make_trainer(max_steps=3, callbacks=[privacy]).fit(model, DataLoader(blobs, batch_size=24))
 
     assert privacy.steps == 3
@@ -542,13 +548,17 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_public_step_that_follows_the_records_is_refused(name, fit):
     with pytest.raises((MisconfigurationException, VoidedRunError), match="public optimizer"):
-        fit(REFUSED[name](), isolation_probe=True, spot_checks=True, trainer={"max_epochs": 2})
+        fit(
+            REFUSED[name](),
+            checks=Checks(),
+            trainer={"max_epochs": 2},
+        )
 
 
 @pytest.mark.slow
 def test_a_public_step_may_follow_the_number_of_records_of_a_full_batch(fit):
     whole = {"sampling": FullBatch(), "batch_size": 48, "trainer": {"max_steps": 2}}
-    privacy = fit(CountsRecords(), isolation_probe=True, **whole)
+    privacy = fit(CountsRecords(), checks=Checks(comparisons=False), **whole)
 
     assert privacy.steps == 1
 
@@ -566,7 +576,7 @@ def test_an_ordinary_gan_passes_all_checks(order, toggles, fit):
     model = GAN()
     model.order, model.toggles = order, toggles
 
-    privacy = fit(model, isolation_probe=True, spot_checks=True)
+    privacy = fit(model, checks=Checks())
 
     assert privacy.steps == 4
     assert privacy._run.isolation == "compared on made-up samples"
@@ -581,7 +591,7 @@ def test_a_discriminator_that_mixes_records_is_refused(fit):
     with pytest.raises(
         (MisconfigurationException, TypeError), match="couples the records of a batch"
     ):
-        fit(Mixes(), isolation_probe=True)
+        fit(Mixes(), checks=Checks(comparisons=False))
 
 
 # -- private steps alone are charged -------------------------------------------------------------

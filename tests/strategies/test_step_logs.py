@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, M
 from torchmetrics.functional import accuracy
 from torchmetrics.text import WordErrorRate
 
-from lightning_dp._warnings import PrivacyWarning
+from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.batches import SampleBatch
 from lightning_dp.gradients.records import Records

@@ -10,8 +10,8 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_dp import FullBatch, PrivacyConfig
-from lightning_dp._warnings import PrivacyWarning
+from lightning_dp import Checks, FullBatch, PrivacyConfig
+from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.callbacks import DifferentialPrivacy, PrivacyLogger
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.hooks import PrivacyCallback
@@ -486,7 +486,9 @@ class Installs(L.Callback):
 
     def __init__(self, *given):
         self.given = given
-        config = PrivacyConfig(noise_multiplier=1.0, target_delta=1e-5, isolation_probe=False)
+        config = PrivacyConfig(
+            noise_multiplier=1.0, target_delta=1e-5, checks=Checks(dry_run=False)
+        )
         self.run = PrivateRun(config)
 
     def setup(self, trainer, pl_module, stage):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dp import DifferentialPrivacy, FullBatch
+from lightning_dp import Checks, DifferentialPrivacy, FullBatch
 
 __all__ = [
     "BAD",
@@ -39,10 +39,9 @@ Record: TypeAlias = tuple[Any, ...]
 Records: TypeAlias = list[Record]
 
 OFF: dict[str, Any] = {
-    "isolation_probe": False,
-    "loss_graph_check": False,
-    "spot_checks": False,
-    "gradient_edits": "none declared",
+    "checks": Checks(
+        dry_run=False, loss_graph=False, comparisons=False, gradient_edits="none declared"
+    ),
 }
 
 

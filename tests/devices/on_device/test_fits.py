@@ -9,7 +9,7 @@ import pytest
 import torch
 from device import DEVICE
 
-from lightning_dp import CubicNewton, Diff2, FullBatch, LaplacianSmoothing, Momentum, Storm
+from lightning_dp import Checks, CubicNewton, Diff2, FullBatch, LaplacianSmoothing, Momentum, Storm
 
 ENGINES = {
     "layers": {"name": "cnn"},
@@ -32,7 +32,7 @@ REST = {
     "accumulation": {"trainer": {"accumulate_grad_batches": 2}},
 }
 CASES = {**ENGINES, **ESTIMATORS, **REST}
-UNCHECKED = {"isolation_probe": False, "spot_checks": False, "advice": False}
+UNCHECKED = {"checks": Checks(dry_run=False, comparisons=False), "advice": False}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -10,7 +10,7 @@ import pytest
 from device import DEVICE
 from torch import nn
 
-from lightning_dp import Diff2, LaplacianSmoothing
+from lightning_dp import Checks, Diff2, LaplacianSmoothing
 
 WIDTH = 2100  # so that d is more than what is worked on at once
 
@@ -37,8 +37,7 @@ def test_steps_move_and_widen_no_vector_of_the_models_size(
         fit(
             DEVICE,
             net=wide,
-            isolation_probe=False,
-            spot_checks=False,
+            checks=Checks(dry_run=False, comparisons=False),
             **{"noise_multiplier": 0.001, "trainer": trainer, **settings},
         )
     for kind in ("copy", "float64"):

@@ -12,9 +12,9 @@ from device import DEVICE
 from scipy import stats
 from torch import Tensor, nn
 
-from lightning_dp import Diff2
-from lightning_dp._generators import RandomState
+from lightning_dp import Checks, Diff2
 from lightning_dp._noise import NoiseSource
+from lightning_dp._snapshot import RandomState
 
 THERE = torch.device(DEVICE, 0)
 
@@ -67,7 +67,7 @@ def test_both_points_of_a_difference_see_one_dropout_mask(
     engine: str, fit: Callable[..., Any]
 ) -> None:
     masks: list[Tensor] = []
-    settings = {"isolation_probe": False, "spot_checks": False, "engine": engine}
+    settings = {"checks": Checks(dry_run=False, comparisons=False), "engine": engine}
     estimator = Diff2(restart_every=3)
     fit(DEVICE, net=lambda: Dropping(masks), estimator=estimator, **settings)
     _, here, there, *rest = masks

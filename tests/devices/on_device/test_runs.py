@@ -14,10 +14,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from models import Model
 from torch import Tensor, nn
 
-from lightning_dp import CubicNewton, Diff2, FullBatch, Momentum
+from lightning_dp import Checks, CubicNewton, Diff2, FullBatch, Momentum
 from lightning_dp.accounting.events import VoidedRunError
 
-UNCHECKED = {"isolation_probe": False, "spot_checks": False, "advice": False}
+UNCHECKED = {"checks": Checks(dry_run=False, comparisons=False), "advice": False}
 
 
 STATES: dict[str, dict[str, Any]] = {

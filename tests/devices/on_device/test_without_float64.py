@@ -11,9 +11,9 @@ import torch
 from device import DEVICE, IS_PRETENDED, without_float64
 from torch import Tensor, nn
 
-from lightning_dp import CubicNewton, Diff2, LaplacianSmoothing
-from lightning_dp._precision import has_float64
+from lightning_dp import Checks, CubicNewton, Diff2, LaplacianSmoothing
 from lightning_dp.boundary import bounded_sum
+from lightning_dp.functional import has_float64
 from lightning_dp.gradients.engines import EngineChoice
 
 CASES = {
@@ -53,7 +53,7 @@ def test_the_device_refuses_float64() -> None:
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES]
 )
 def test_fit_equals_that_on_the_cpu(case: str, fit: Callable[..., Any]) -> None:
-    unchecked = {"isolation_probe": False, "spot_checks": False, "advice": False}
+    unchecked = {"checks": Checks(dry_run=False, comparisons=False), "advice": False}
     there, here = fit(DEVICE, **CASES[case]), fit("cpu", **CASES[case], **unchecked)
     assert there.privacy.steps == here.privacy.steps == 3
     torch.testing.assert_close(there.weights, here.weights, rtol=1e-4, atol=1e-5)
@@ -63,7 +63,7 @@ def test_releases_of_many_entries_are_followed(fit: Callable[..., Any]) -> None:
     def wide() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 700), nn.Linear(700, 700), nn.Linear(700, 3))
 
-    checks = {"isolation_probe": False, "spot_checks": False}
+    checks = {"checks": Checks(dry_run=False, comparisons=False)}
     found = fit(DEVICE, net=wide, noise_multiplier=1.0, count_clipped=True, **checks)
     assert found.privacy.steps == 3
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_dp import CubicNewton
-from lightning_dp.sparsify import shared_mask
+from lightning_dp.functional import shared_mask
 
 Array = NDArray[np.float64]
 RECORDS, FEATURES = 48, 5

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import FullBatch, Momentum
+from lightning_dp import Checks, FullBatch, Momentum
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import Diff2, Storm
 from lightning_dp.schedules import Exponential
@@ -28,8 +28,7 @@ def private(**options: Any) -> DifferentialPrivacy:
             "noise_multiplier": 1.0,
             "estimator": Diff2(3),
             "sampling": FullBatch(),
-            "isolation_probe": False,
-            "spot_checks": False,
+            "checks": Checks(dry_run=False, comparisons=False),
             **options,
         }
     )
@@ -57,7 +56,7 @@ def test_dropout_is_the_same_at_both_points_and_records_count_once(classifier, b
             self.seen.append(int(self.accuracy.tp.sum() + self.accuracy.fn.sum()))
 
     model = Counting()
-    privacy = private(isolation_probe=False)  # its passes would be seen by the hook, too
+    privacy = private()  # checks, which are off in it, would be seen by the hook, too
     make_trainer(max_epochs=6, callbacks=[privacy]).fit(model, DataLoader(blobs, 240))
 
     # Steps 0 and 3 look once, the others twice.

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_dp import CubicNewton, Diff2, FullBatch, PrivacyConfig
+from lightning_dp import Checks, CubicNewton, Diff2, FullBatch, PrivacyConfig
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.accounting.journal import read_journal
 from lightning_dp.callbacks import DifferentialPrivacy, PrivateDDPStrategy
@@ -226,7 +226,7 @@ def noise(folder: Path) -> dict[str, Any]:
     L.seed_everything(7)
     model = Flat()
     before = model.net.weight.detach().clone()
-    privacy = {"noise_multiplier": 2.0, "max_grad_norm": 0.5, "isolation_probe": False}
+    privacy = {"noise_multiplier": 2.0, "max_grad_norm": 0.5, "checks": Checks(dry_run=False)}
     options = {"strategy": "private_ddp", "max_steps": 1}
     trainer, _ = fit(model, numbered(40), 5, privacy, folder, **options)
     return {
@@ -316,11 +316,11 @@ def alone(folder: Path) -> dict[str, Any]:
     for engine in ("auto", "one_by_one"):
         model = Model(rank())
         privacy = {"estimator": Diff2(3, 1.2, 0.4), "noise_multiplier": 0.0, "engine": engine}
-        options = {"isolation_probe": False, "sampling": FullBatch()}
+        options = {"checks": Checks(dry_run=False), "sampling": FullBatch()}
         fit(model, numbered(21), 4, {**privacy, **options}, folder, max_epochs=3)
         results[engine] = flat(model.net)
     noisy = LogsOnly(rank())
-    privacy = {"noise_multiplier": 1.0, "engine": "one_by_one", "isolation_probe": False}
+    privacy = {"noise_multiplier": 1.0, "engine": "one_by_one", "checks": Checks(dry_run=False)}
     options = {"max_steps": 8, "accumulate_grad_batches": 2}
     trainer, _ = fit(noisy, numbered(40), 1, privacy, folder, **options)
     return {
@@ -412,7 +412,7 @@ class Mixes(Model):
 def voided(folder: Path, kind: type[Model] = Skips) -> dict[str, Any]:
     """What one rank's records show ends both; each says what it knows."""
     privacy = DifferentialPrivacy(
-        target_delta=1e-5, noise_multiplier=1.0, isolation_probe=False, sampling=WholeSet()
+        target_delta=1e-5, noise_multiplier=1.0, checks=Checks(dry_run=False), sampling=WholeSet()
     )
     saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_exception=True)
     model, error = kind(rank()), ""

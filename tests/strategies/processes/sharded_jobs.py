@@ -21,10 +21,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import Diff2, Momentum, Storm
+from lightning_dp import Checks, Diff2, Momentum, Storm
 from lightning_dp._noise import NoiseSource
-from lightning_dp._shards import as_shard, held_here, is_sharded
-from lightning_dp._world import World
+from lightning_dp._world import World, as_shard, held_here, is_sharded
 from lightning_dp.boundary import Query, Term, add_noise, begin_with_noise, bounded_sum
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.functional import flatten
@@ -291,7 +290,7 @@ def fit(
     callbacks: Sequence[L.Callback] = (),
 ) -> tuple[L.Trainer, DifferentialPrivacy]:
     """Make so many steps over all records, with or without the checks of isolation."""
-    asked = {"isolation_probe": checks, "spot_checks": checks, "advice": False}
+    asked = {"checks": Checks(dry_run=checks, comparisons=checks), "advice": False}
     callback = DifferentialPrivacy(target_delta=1e-5, sampling=WholeSet(), **asked, **privacy)
     parallel = ModelParallelStrategy(processes, 1, save_distributed_checkpoint=is_distributed)
     trainer = L.Trainer(

@@ -36,6 +36,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import (
+    Checks,
     CubicNewton,
     Diff2,
     LaplacianSmoothing,
@@ -707,7 +708,7 @@ def fit_sharded(
     shard: Callable[[nn.Module, Any], object] = in_one_shard,
 ) -> DifferentialPrivacy:
     callback = DifferentialPrivacy(
-        target_delta=1e-5, **{"noise_multiplier": 1.0, "isolation_probe": False, **privacy}
+        target_delta=1e-5, **{"noise_multiplier": 1.0, "checks": Checks(dry_run=False), **privacy}
     )
     trainer = L.Trainer(
         max_steps=3,

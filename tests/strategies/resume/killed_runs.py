@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_dp.gradients.layer_calls
 import lightning_dp.report.files
 import lightning_dp.strategies.strategy  # noqa: F401 (what a fit imports, once for all lives)
+from lightning_dp import Checks
 from lightning_dp.callbacks import DifferentialPrivacy
 
 
@@ -116,7 +117,7 @@ def train(round_: Round, resume: Path | None) -> None:
     """One process: train to the planned end, or die on the way."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(48, 6), torch.arange(48) % 3)
-    quiet = {"isolation_probe": False, "spot_checks": False}
+    quiet = {"checks": Checks(dry_run=False, comparisons=False)}
     privacy = DifferentialPrivacy(target_epsilon=3.0, target_delta=1e-5, **quiet)
     saving = ModelCheckpoint(
         round_.path, "{step}", save_top_k=-1, every_n_train_steps=round_.save_every

@@ -14,6 +14,7 @@ import lightning as L
 import pytest
 import torch
 
+from lightning_dp import Checks
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.journal import JournalError, read_journal
 
@@ -216,7 +217,7 @@ def test_failing_fsync_reaches_the_user_before_training_step(fit, tmp_path, monk
 
     with pytest.raises(OSError, match="Input/output error"):
         # The probe runs the model, too.
-        fit(callbacks=(broken, Keep()), privacy={"isolation_probe": False})
+        fit(callbacks=(broken, Keep()), privacy={"checks": Checks(dry_run=False)})
     assert used == [0, 1, 2]
     after = torch.nn.utils.parameters_to_vector(model["module"].parameters())
     torch.testing.assert_close(after, broken.weights, rtol=0, atol=0)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_dp import FullBatch, Momentum
-from lightning_dp._warnings import PrivacyWarning
+from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.accounting import recover_journal
 from lightning_dp.accounting.events import PoissonGaussian
 from lightning_dp.accounting.journal import JournalError, read_journal
