@@ -115,9 +115,7 @@ class Mechanism:
     _unasked: dict[AbstractEvent, int] = field(default_factory=dict, init=False, repr=False)
     _begun: _Step | None = field(default=None, init=False, repr=False)  # None between steps
     _is_loaded: bool = field(default=False, init=False, repr=False)  # the states are a file's
-    _covered: int = field(
-        default=0, init=False, repr=False
-    )  # steps to come that are charged already
+    covered: int = field(default=0, init=False)  # steps to come that are charged already
 
     def __post_init__(self) -> None:
         self._schedule_state = self.plan.shape.init()
@@ -200,13 +198,13 @@ class Mechanism:
 
     def _charge(self, event: AbstractEvent) -> None:
         """Charge a step, or the steps in a row that begin with it, unless an earlier charge covers it."""
-        if self._covered:
-            self._covered -= 1
+        if self.covered:
+            self.covered -= 1
             self.guard.skip()
             return
         self.ledger.charge(event)
         self.guard.book(event)
-        self._covered = event.num_steps - 1
+        self.covered = event.num_steps - 1
 
     def _bring_to(self, device: torch.device) -> None:
         """Go on there with the states that were loaded."""
@@ -389,7 +387,7 @@ class Mechanism:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: without the step that was begun, whose sum is not noised."""
-        return {**vars(self), "_begun": None, "_covered": 0}
+        return {**vars(self), "_begun": None, "covered": 0}
 
     def state_dict(self) -> dict[str, Any]:
         """Return released values only: the step and the states of the parts. Never a sum."""

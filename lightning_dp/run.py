@@ -198,6 +198,11 @@ class PrivateRun:
         return self.ledger.steps
 
     @property
+    def steps_begun(self) -> int:
+        """Those of them that were begun: a charge may cover steps that are still to come."""
+        return self.steps - (0 if self.mechanism is None else self.mechanism.covered)
+
+    @property
     def voided(self) -> str | None:
         """The reason for which ε of all that was released is withdrawn; None if it is not."""
         return self.ledger.voided

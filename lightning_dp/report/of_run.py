@@ -88,7 +88,7 @@ def _spot_checks(run: PrivateRun) -> str:
     if run.config.engine == "one_by_one":
         return "not needed: each record runs alone"
     passed = run.spot_checks - sum(run.not_compared.values())
-    of = f"of {run.steps} steps" if run.started is None else "steps since the run was resumed"
+    of = f"of {run.steps_begun} steps" if run.started is None else "steps since the run was resumed"
     reasons = "; ".join(f"{reason} ({count})" for reason, count in sorted(run.not_compared.items()))
     state = "; gradients by construction" if run.isolation.startswith("by construction") else ""
     return f"passed at {passed} {of}{state}{f'; not compared: {reasons}' if reasons else ''}"
