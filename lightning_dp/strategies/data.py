@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops import fetchers, training_epoch_loop
 from lightning.pytorch.utilities import combined_loader
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from lightning_dp._checks import MisconfigurationError, check_loader, repeated_record
 from lightning_dp._refusals import RefusedRun, RefusedSetting
@@ -20,6 +21,7 @@ from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import AbstractSampling, FixedOrder
 from lightning_dp.sampling.blocks import AbstractBlockSampling
 from lightning_dp.sampling.loader import Chunk, ChunkSampler, PrivateDataLoader
+from lightning_dp.sampling.stream import by_place
 
 __all__ = [
     "before_transfer",
@@ -47,6 +49,8 @@ def make_private_loader(
         MisconfigurationException: if its records cannot be sampled.
         ValueError: if the batches changed during the run, or differ between processes.
     """
+    if isinstance(run.config.sampling, FixedOrder) and _is_stream(loader):
+        loader = by_place(_checked_stream(loader, run.config.sampling))
     checked = check_loader(loader)
     _check_block(checked, trainer, run.config.sampling)
     num_records = len(checked.dataset)  # type: ignore[arg-type]
@@ -101,6 +105,29 @@ def private_loader_of(trainer: Trainer) -> PrivateDataLoader:
             "on_before_optimizer_step, with "
             "checks=Checks(gradient_edits='adds the gradient of public data').",
             topic="several-loaders",
+        )
+    return loader
+
+
+def _is_stream(loader: object) -> TypeGuard[DataLoader[Any]]:
+    return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+
+
+def _checked_stream(loader: DataLoader[Any], sampling: FixedOrder) -> DataLoader[Any]:
+    """Return a loader of a stream, if its records have a fixed place."""
+    name = type(loader.dataset).__name__
+    if not isinstance(loader.dataset, Sized):
+        raise MisconfigurationError(
+            f"The training set {name} is an IterableDataset without a length, so the expected batch size "
+            "and the end of a pass are not known. Give it a __len__: the number of records in one pass.",
+            topic="fixed-order",
+        )
+    if loader.num_workers > 1 or sampling.shuffle:
+        raise MisconfigurationError(
+            f"The training set {name} is an IterableDataset, and num_workers={loader.num_workers} with "
+            f"sampling={sampling}: several workers may each read one record, and no order but its own "
+            "can be had. Use num_workers=1 (or 0) and FixedOrder().",
+            topic="fixed-order",
         )
     return loader
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -14,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from scipy.linalg import toeplitz
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_dp import (
     BandedNoise,
@@ -75,7 +76,9 @@ class Flat(L.LightningModule):
 @pytest.fixture
 def classifier(classifier: type[Any], mlp: Any) -> Any:
     """Made without arguments."""
-    return type("Named", (classifier,), {"__init__": lambda self, *_: classifier.__init__(self, mlp())})
+    return type(
+        "Named", (classifier,), {"__init__": lambda self, *_: classifier.__init__(self, mlp())}
+    )
 
 
 @pytest.fixture
@@ -287,7 +290,13 @@ def test_nothing_that_is_remembered_is_saved(fit, numbered, classifier, tmp_path
     secrets += [repr(float(past[0])).encode() for past in found["past"]]
     if options is CYCLIC:
         secrets += [places[:64], str(found["part"][:6].tolist()).encode()]
-    for content in (*written, found["state"], found["pickles"], found["copied"], found["repr"].encode()):
+    for content in (
+        *written,
+        found["state"],
+        found["pickles"],
+        found["copied"],
+        found["repr"].encode(),
+    ):
         assert not any(secret in content for secret in secrets)
     assert privacy._run.mechanism.noise._past == []  # forgotten with the fit
 
@@ -410,3 +419,83 @@ def test_cubic_newton_is_refused():
     newton = CubicNewton(1.0, 1.0, 2)
     with pytest.raises(RefusedSetting, match="asks otherwise"):
         PrivacyConfig(target_delta=1e-5, noise_multiplier=1.0, estimator=newton, **CYCLIC)
+
+
+# -- streams ----------------------------------------------------------------------------------------
+
+
+class Numbers(IterableDataset):
+    """Records in the order in which they come; counts its passes."""
+
+    def __init__(self, records: TensorDataset, length: int | None = None) -> None:
+        self.records, self.length, self.passes = records, length, 0
+
+    def __len__(self) -> int:
+        return len(self.records) if self.length is None else self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        return iter([self.records[i] for i in range(len(self.records))])
+
+
+@pytest.mark.parametrize(
+    "workers", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}], ids=str
+)
+def test_a_stream_trains_in_its_own_order(recording, fit, numbered, workers):
+    model, privacy = recording(), private(**LAMBDA)
+    stream = Numbers(numbered(100))
+    fit(model, privacy, DataLoader(stream, batch_size=24, **workers), max_epochs=2)
+    order = [list(range(start, min(start + 24, 100))) for start in range(0, 100, 24)]
+    assert model.batches == order + order
+    assert stream.passes == (0 if workers else 2)
+    assert sum(event.num_steps for event, _ in privacy._run.ledger.history()) == 10
+
+
+def test_a_stream_is_checked_like_other_data_and_resumes(recording, fit, numbered, tmp_path):
+    options = {**LAMBDA, "checks": Checks()}
+    data, on = Numbers(TensorDataset(*numbered(100).tensors)), {"enable_checkpointing": True}
+    saver = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=7, save_top_k=-1)
+    model, privacy = recording(), private(**options)
+    fit(model, privacy, DataLoader(data, batch_size=24), max_epochs=2, callbacks=[saver], **on)
+    assert "passed at" in str(privacy.report())
+    (path,) = (tmp_path / "saved").glob("*step=7*")
+    model = recording()
+    fit(
+        model,
+        private(**options),
+        DataLoader(data, batch_size=24),
+        ckpt_path=path,
+        max_epochs=2,
+        **on,
+    )
+    assert [batch[0] for batch in model.batches[-3:]] == [48, 72, 96]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sampling", "message"),
+    [
+        ({"num_workers": 2}, FixedOrder(), r"Use num_workers=1 \(or 0\) and FixedOrder\(\)"),
+        ({}, FixedOrder(shuffle=True), "no order but its own"),
+        ({}, Poisson(), r"IterableDataset.*or sampling=FixedOrder\(\)"),
+    ],
+)
+def test_streams_without_places_are_refused(classifier, fit, blobs, changes, sampling, message):
+    loader = DataLoader(Numbers(blobs), batch_size=24, **changes)
+    privacy = private(sampling=sampling, relation="zero_out")
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(classifier(), privacy, loader, max_epochs=1)
+
+
+def test_a_stream_without_a_length_is_refused(classifier, fit, blobs):
+    class Endless(IterableDataset):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(blobs)
+
+    with pytest.raises(MisconfigurationException, match=r"Endless .* without a length"):
+        fit(classifier(), private(**FIXED), DataLoader(Endless(), batch_size=24), max_steps=3)
+
+
+def test_a_stream_that_is_shorter_than_it_says_ends_the_run(classifier, fit, blobs):
+    loader = DataLoader(Numbers(blobs, length=300), batch_size=24)
+    with pytest.raises(RefusedRun, match=r"Numbers gave 240 records, and its len\(\) is 300"):
+        fit(classifier(), private(**FIXED), loader, max_epochs=1)
