@@ -46,6 +46,8 @@ TESTS = [
     "tests/isolation/test_findings.py",
     "tests/strategies/test_isolation.py",
     "tests/strategies/test_public_stops.py",
+    "tests/test_correlated_noise.py",
+    "tests/strategies/test_blocks.py",
 ]
 
 
@@ -135,6 +137,26 @@ FAULTS = (
         "is_same = _are_the_same(self._gradients(), self._released)",
         "or True",
     ),
+    Fault(
+        "separation_not_enforced",
+        "part = parts[step % self.bands]",
+        "if 0 else np.arange(shard_size)",
+    ),
+    Fault("order_drawn_anew", "place = step % passes", "if step < 12 else (step * 7) % passes"),
+    Fault("cost_of_one_column", "min(use, passes - 1)", "* 0"),
+    Fault("cost_of_the_first_use", "fading ** (use + 1", "- use"),
+    Fault("half_the_rate_of_a_round", "min(1.0, self.bands * sample_rate", "/ 2", "blocks"),
+    Fault("two_steps_unpaid", "self.covered = event.num_steps - 1", "+ 2"),
+    Fault("column_norm_left_out", "std * self._column_norm", "** 0"),
+    Fault("nothing_remembered", "self._correlate(fresh, self._past", "[:0]"),
+    Fault(
+        "memory_in_checkpoints",
+        '"step": self.step,',
+        '"past": [*getattr(self.noise, "_past", ())],',
+        "mechanism",
+    ),
+    Fault("fixed_order_as_add_remove", 'fixed = relation == "add_remove"', "and False"),
+    Fault("steps_apart_pass", "chunk.step != mechanism.step", "and False"),
     Fault("written_weights_pass", "written = [names[i] for i in before.written()]", "[:0]"),
     Fault("steps_left_out_pass", "is_fault = self._usual is not None", "and False"),
     Fault(

@@ -142,8 +142,9 @@ def _check_block(loader: DataLoader[Any], trainer: Trainer, sampling: AbstractSa
             "may have other records at the same places, and they would take part too soon. Leave it out.",
             topic="fixed-order",
         )
-    sampler: Any = loader.sampler
-    shuffles = isinstance(sampler, RandomSampler) or getattr(sampler, "shuffle", False)
+    # With several processes Lightning's own sampler is here, which shuffles whatever the user said; it
+    # draws nothing in a private run.
+    shuffles = isinstance(loader.sampler, RandomSampler)
     if shuffles and isinstance(sampling, FixedOrder) and not sampling.shuffle:
         raise MisconfigurationError(
             "The training loader has shuffle=True, which draws another order each epoch, and "

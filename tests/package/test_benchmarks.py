@@ -16,6 +16,7 @@ COMMANDS = {
     "isolation.py": ["time", "--quick", "MLP"],
     "alone.py": ["--models", "logistic regression"],
     "import_time.py": [],
+    "noise.py": ["--quick"],
 }
 
 
