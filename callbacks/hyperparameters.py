@@ -32,6 +32,7 @@ def hyperparameters(run: PrivateRun) -> dict[str, Any]:
         "estimator": repr(config.resolved_estimator()),
         "postprocessing": repr(list(config.postprocessing)),
         "sampling": repr(config.sampling),
+        "noise": repr(config.noise),
         "sample_rate": batches.sample_rate,
         "expected_batch_size": batches.expected_batch_size,
         "num_records": batches.num_records,

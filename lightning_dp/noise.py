@@ -40,6 +40,7 @@ from lightning_dp._validate import between, finite, listed, normalise, optional,
 
 __all__ = ["AbstractNoise", "BandedNoise", "IndependentNoise", "LambdaCGD", "Workload"]
 
+_LATE = 1024  # a step from which on noise is as it will be
 _ENOUGH = 256  # steps that coefficients are optimised for: those of longer trainings hardly differ
 
 
@@ -48,6 +49,7 @@ class AbstractNoise(ABC):
 
     Implementations are frozen dataclasses of public numbers. The vectors that are remembered are as
     secret as the records: they are never saved, and a run that is resumed begins a new block.
+    ``Release.noise_std`` is that of fresh noise, z·C / B; a step has :attr:`growth` times as much.
     """
 
     @property
@@ -77,6 +79,11 @@ class AbstractNoise(ABC):
     @abstractmethod
     def inverse(self, steps: int) -> NDArray[np.float64]:
         """Return the first column of C^-1 of so many steps."""
+
+    @property
+    def growth(self) -> float:
+        """Standard deviation of an entry of y_t, of a late step t: the noise of one step over z·C."""
+        return self.column_norm * float(np.linalg.norm(self.inverse(_LATE)))
 
     def error(self, steps: int, workload: Workload | None = None) -> float:
         """Return the root mean square of the noise in all iterates of T steps, ‖c‖ ‖A C^-1‖ / √T.

@@ -257,19 +257,23 @@ class Budget:
             scale: of the noise.
             step, planned_steps: which steps; a block begins at the first of them.
         """
-        config = self.config
-        sampling = config.sampling
-        return NoisePlan(
-            scale,
-            config.noise_schedule,
-            sampling,
-            self.batches.sample_rate,
-            config.resolved_estimator(),
-            config.noise.for_steps(planned_steps),
-            sampling.window(self.batches) if isinstance(sampling, AbstractBlockSampling) else 1,
-            step,
-            step + planned_steps,
+        sampling = self.config.sampling
+        return replace(
+            self.rates(),
+            scale=scale,
+            noise=self.config.noise.for_steps(planned_steps),
+            window=sampling.window(self.batches)
+            if isinstance(sampling, AbstractBlockSampling)
+            else 1,
+            start=step,
+            end=step + planned_steps,
         )
+
+    def rates(self) -> NoisePlan:
+        """The plan as far as it says which batches are drawn: without its noise."""
+        config, rate = self.config, self.batches.sample_rate
+        shape, estimator = config.noise_schedule, config.resolved_estimator()
+        return NoisePlan(1.0, shape, config.sampling, rate, estimator)
 
     def scale(self, planned_steps: float, step: int, epsilon: float) -> float:
         """The noise multiplier where the schedule's shape is 1: as given, or calibrated.

@@ -347,7 +347,7 @@ class PrivateRun:
     def rate(self, step: int) -> float:
         """Return q at a step of the plan."""
         if self._rates is None:
-            self._rates = self._budget(spent=()).plan(1.0)
+            self._rates = self._budget(spent=()).rates()
         return self._rates.rate(step)
 
     def use_batches(self, batches: BatchPlan, processes: int = 1) -> None:

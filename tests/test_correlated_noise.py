@@ -231,3 +231,10 @@ def test_bands_are_suggested_where_they_pay_and_else_independent_noise():
     large = suggest_noise(50_000, 8192, 60, target_epsilon=1.0, target_delta=1e-5)
     assert isinstance(large.noise, IndependentNoise)
     assert max(large.errors) * 8192 <= 50_000  # b q is at most 1
+
+
+@pytest.mark.parametrize("noise", [GIVEN, LambdaCGD(0.8)], ids=repr)
+def test_the_noise_of_a_late_step_has_the_stated_size(noise):
+    values = drawn(source(noise), 40, size=40_000)
+    assert float(values[-1].std()) == pytest.approx(noise.growth, rel=0.02)
+    assert noise.growth > 1

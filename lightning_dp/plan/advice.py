@@ -74,6 +74,7 @@ class Setting:
         steps_before: of this plan, made before the fit: it was resumed.
         is_calibrated: the noise follows from the budget; False where the user set it.
         processes: that share each batch.
+        growth: standard deviation of a step's noise over z·C; above 1 if it remembers.
     """
 
     num_records: int
@@ -93,6 +94,7 @@ class Setting:
     steps_before: int = 0
     is_calibrated: bool = True
     processes: int = 1
+    growth: float = 1.0
 
     @property
     def epochs(self) -> float:
@@ -101,8 +103,9 @@ class Setting:
 
     @property
     def noise_norm(self) -> float:
-        """z·C·√d / B, the norm of the noise in a step's mean gradient."""
-        return self.noise_multiplier * self.clip_norm * math.sqrt(self.size) / self.batch_size
+        """z·C·√d / B, the norm of the noise in a step's mean gradient; more if it remembers."""
+        noise = self.noise_multiplier * self.clip_norm * math.sqrt(self.size) / self.batch_size
+        return noise * self.growth
 
     @property
     def plan(self) -> TrainingPlan | None:

@@ -698,6 +698,7 @@ def _setting_of(
         steps_before=step,
         is_calibrated=config.noise_multiplier is None,
         processes=processes,
+        growth=plan.noise.growth,
     )
 
 

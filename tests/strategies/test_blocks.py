@@ -499,3 +499,30 @@ def test_a_stream_that_is_shorter_than_it_says_ends_the_run(classifier, fit, blo
     loader = DataLoader(Numbers(blobs, length=300), batch_size=24)
     with pytest.raises(RefusedRun, match=r"Numbers gave 240 records, and its len\(\) is 300"):
         fit(classifier(), private(**FIXED), loader, max_epochs=1)
+
+
+@pytest.mark.parametrize("options", [CYCLIC, LAMBDA], ids=["cyclic", "lambda"])
+def test_what_is_logged_at_each_step_is_the_price_of_its_charges(classifier, fit, ordered, options):
+    logged: list[tuple[float, float]] = []
+
+    class Look(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            metrics = trainer.callback_metrics
+            logged.append((float(metrics["privacy/epsilon"]), privacy.epsilon))
+            assert metrics["privacy/steps_left"] == 20 - trainer.global_step
+
+    privacy = private(noise_multiplier=2.0, **options)
+    on = {"max_epochs": 2, "log_every_n_steps": 1}
+    fit(classifier(), privacy, ordered, callbacks=[Look()], **on)
+    assert len(logged) == 20
+    assert [shown for shown, _ in logged] == pytest.approx([exact for _, exact in logged], rel=1e-3)
+    assert all(shown >= exact * (1 - 1e-9) for shown, exact in logged)
+    assert len({exact for _, exact in logged}) == (5 if options is CYCLIC else 2)
+    assert f"{privacy._run.setting.noise_norm:.3g}" in str(privacy.report().to_dict())
+
+
+def test_the_noise_norm_that_is_told_is_that_of_the_noise(fit, ordered):
+    model, privacy = Flat(2000), private(noise_multiplier=2.0, **LAMBDA)
+    fit(model, privacy, ordered, max_epochs=2)
+    last = float(model.noise[-1].norm())
+    assert privacy._run.setting.noise_norm == pytest.approx(last, rel=0.05)
