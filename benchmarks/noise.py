@@ -11,11 +11,10 @@ from __future__ import annotations
 import argparse
 import math
 
-from lightning_dp import BandedNoise, IndependentNoise, LambdaCGD
+from lightning_dp import BandedNoise, IndependentNoise, LambdaCGD, suggest_noise
 from lightning_dp.accounting import calibrate
 from lightning_dp.accounting.gdp import mu_of_budget
 from lightning_dp.noise import AbstractNoise
-from lightning_dp.plan import suggest_noise
 
 DELTA = 1e-5
 SETTINGS = {

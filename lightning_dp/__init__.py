@@ -42,6 +42,7 @@ __all__ = [
     "LaplacianSmoothing",
     "MeanGradient",
     "Momentum",
+    "NoiseSuggestion",
     "PLDAccountant",
     "Poisson",
     "Polynomial",
@@ -56,6 +57,7 @@ __all__ = [
     "fix",
     "losses_of_records",
     "rows_of_records",
+    "suggest_noise",
 ]
 
 _MODULES = [
@@ -73,7 +75,14 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from lightning_dp.estimators import AbstractEstimator, CubicNewton, Diff2, MeanGradient, Storm
     from lightning_dp.functional import losses_of_records
     from lightning_dp.gradients.batches import rows_of_records
-    from lightning_dp.noise import BandedNoise, IndependentNoise, LambdaCGD, Workload
+    from lightning_dp.noise import (
+        BandedNoise,
+        IndependentNoise,
+        LambdaCGD,
+        NoiseSuggestion,
+        Workload,
+        suggest_noise,
+    )
     from lightning_dp.postprocessing import AbstractPostProcessor, LaplacianSmoothing, Momentum
     from lightning_dp.sampling import (
         AbstractSampling,

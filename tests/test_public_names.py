@@ -26,7 +26,7 @@ PUBLIC = {
         FromInfluence
         AbstractPostProcessor LaplacianSmoothing Momentum
         AbstractSampling BatchPlan Checks Poisson FullBatch CyclicPoisson FixedOrder
-        IndependentNoise BandedNoise LambdaCGD Workload
+        IndependentNoise BandedNoise LambdaCGD Workload NoiseSuggestion suggest_noise
         fix losses_of_records rows_of_records About
         PLDAccountant StreamingRDPAccountant ApproximateDP ZCDP
     """,
@@ -45,7 +45,6 @@ PUBLIC = {
     "lightning_dp.search": "Search Trial",
     "lightning_dp.plan": """
         Suggestion TrainingPlan learning_rate plan_training suggest weight_size
-        NoiseSuggestion suggest_noise
     """,
     "lightning_dp.plotting": "plot_schedule",
     "lightning_dp.metrics": "PrivacyBudget",

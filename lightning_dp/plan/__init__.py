@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from lightning_dp._lazy import names_from
 
 if TYPE_CHECKING:
-    from lightning_dp.plan.noise import NoiseSuggestion, suggest_noise
     from lightning_dp.plan.suggestion import Suggestion, suggest
     from lightning_dp.plan.training_plan import (
         TrainingPlan,
@@ -18,15 +17,13 @@ if TYPE_CHECKING:
         weight_size,
     )
 else:
-    __getattr__ = names_from(__name__, "training_plan", "suggestion", "noise")
+    __getattr__ = names_from(__name__, "training_plan", "suggestion")
 
 __all__ = [
-    "NoiseSuggestion",
     "Suggestion",
     "TrainingPlan",
     "learning_rate",
     "plan_training",
     "suggest",
-    "suggest_noise",
     "weight_size",
 ]
