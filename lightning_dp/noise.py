@@ -144,7 +144,7 @@ class IndependentNoise(AbstractNoise):
         return 1.0
 
     def inverse(self, steps: int) -> NDArray[np.float64]:
-        return np.eye(1, steps)[0]
+        return _impulse(steps)
 
     def correlate(self, fresh: Tensor, past: list[Tensor]) -> list[Tensor]:
         return []
@@ -181,8 +181,7 @@ class Workload:
 
     def growth(self, ages: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return what is in an iterate of gradients of these ages, at a constant learning rate."""
-        grown: NDArray[np.float64] = (1 - self.momentum ** (ages + 1.0)) / (1 - self.momentum)
-        return grown
+        return np.asarray((1 - self.momentum ** (ages + 1.0)) / (1 - self.momentum), np.float64)
 
 
 @dataclass(frozen=True)
@@ -255,7 +254,7 @@ class BandedNoise(AbstractNoise):
         return float(overlaid @ overlaid) / self.column_norm**2
 
     def inverse(self, steps: int) -> NDArray[np.float64]:
-        column: NDArray[np.float64] = lfilter([1.0], self._known, np.eye(1, steps)[0])
+        column: NDArray[np.float64] = lfilter([1.0], self._known, _impulse(steps))
         return column
 
     def for_steps(self, steps: float) -> BandedNoise:
@@ -310,13 +309,17 @@ class LambdaCGD(AbstractNoise):
         return ((1 - fading ** (use + 1)) / (1 - fading)) ** 2 * (1 - fading**2)
 
     def inverse(self, steps: int) -> NDArray[np.float64]:
-        return np.eye(1, steps)[0] - self.lam * np.eye(1, steps, 1)[0]
+        return _impulse(steps) - self.lam * _impulse(steps, 1)
 
     def correlate(self, fresh: Tensor, past: list[Tensor]) -> list[Tensor]:
         drawn = fresh.clone()
         if past:
             fresh.sub_(past[0], alpha=self.lam)
         return [drawn]
+
+
+def _impulse(steps: int, at: int = 0) -> NDArray[np.float64]:
+    return (np.arange(steps) == at).astype(np.float64)
 
 
 def _numbers(name: str, value: object, *, of: str | None = None) -> tuple[float, ...]:
