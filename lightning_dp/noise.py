@@ -319,7 +319,7 @@ class LambdaCGD(AbstractNoise):
 
 
 def _impulse(steps: int, at: int = 0) -> NDArray[np.float64]:
-    return (np.arange(steps) == at).astype(np.float64)
+    return np.asarray(np.arange(steps) == at, dtype=np.float64)
 
 
 def _numbers(name: str, value: object, *, of: str | None = None) -> tuple[float, ...]:
