@@ -99,6 +99,8 @@ FAULTS = (
     Fault("settings_not_in_snapshots", "in enumerate(optimizer.param_groups", "[:0]", "_snapshot"),
     Fault("forked_processes_write", "if os.getpid() != self._process", "and False", "journal"),
     Fault("forked_processes_release", "if os.getpid() != self._process", "and False", "step"),
+    Fault("orderly_ends_replanned", "any(plan.is_ended for plan in plans)", "and False"),
+    Fault("older_checkpoints_replanned", "plans[0].saved <= latest", "* 0"),
     Fault("early_steps_left_out", "if step in _EARLY", "and 0"),
     Fault(
         "two_steps_without_hooks",
@@ -202,8 +204,7 @@ def planted(fault: Fault, scratch: Path, tests: list[str]) -> str:
     keep = shutil.ignore_patterns(
         ".git", "__pycache__", "venv", ".venv", "*.egg-info", "build", ".mypy_cache"
     )
-    # An editable install finds what is not in the copy: so the copy has all of it, and the link.
-    shutil.copytree(ROOT, root, ignore=keep, symlinks=True)
+    shutil.copytree(ROOT, root, symlinks=True, ignore=keep)
     path = package_file(root, fault)
     text = path.read_text(encoding="utf-8")
     text = text.replace(fault.text, f"{fault.text} {fault.added}")

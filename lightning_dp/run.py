@@ -403,7 +403,11 @@ class PrivateRun:
         if not world.is_lead:
             self.ledger.mirror(record)
             self.ledger.begin(run)
-        self._fit = self._planned_fit(planned_steps, world, steps_before)
+        self._fit = fit = self._planned_fit(planned_steps, world, steps_before)
+        target = self.config.target_epsilon
+        if target is not None and self.config.noise_multiplier is None and world.is_lead:
+            anew = self._resumed is not None and fit.mechanism.plan.scale > self._resumed_scale
+            self.ledger.note_plan(target, int(fit.end), is_replanned=anew)
         self._resumed, self.stop_reason = None, None
 
     def _planned_fit(self, planned_steps: float, world: World, steps_before: int) -> PlannedFit:
@@ -411,20 +415,45 @@ class PrivateRun:
         budget, resumed = self._budget(self.ledger.history()), self._resumed
         check_places(budget.spent, self.config.relation)
         state = self._state_to_continue(steps_before)
-        if resumed is None:
-            step = 0 if state is None else int(state["step"])
-            scale = budget.scale(planned_steps, step, self.epsilon)
-        else:
-            scale = float(resumed["noise_scale"])
+        step = 0 if state is None else int(state["step"])
+        is_calibrated = resumed is None or self._may_replan(step + planned_steps)
+        scale = 0.0 if resumed is None else self._resumed_scale
+        if is_calibrated:
+            new = budget.scale(planned_steps, step, self.epsilon)
+            is_calibrated = resumed is None or scale < new < math.inf
+            scale = new if is_calibrated else scale
         return PlannedFit.declare(
             budget,
             self.ledger,
             world,
             planned_steps,
             scale=scale,
-            is_calibrated=resumed is None and self.config.noise_multiplier is None,
+            is_calibrated=is_calibrated and self.config.noise_multiplier is None,
             state=state,
         )
+
+    @property
+    def _resumed_scale(self) -> float:
+        """The noise multiplier of the checkpoint that is resumed, where the schedule's shape is 1."""
+        assert self._resumed is not None
+        return float(self._resumed["noise_scale"])
+
+    def _may_replan(self, last_step: float) -> bool:
+        """True if the noise of a resumed run may be calibrated for the budget that a crash has left.
+
+        Steps between the checkpoint and the crash are charged, and made again. The noise that was
+        planned without them would end the run early; more of it reaches the end. That is a plan
+        fixed in advance only if nothing but the crash led to it: nobody ended the run, the target and
+        the number of steps are the same, and the checkpoint is the latest one.
+        """
+        crashed, config = self.ledger.crashed, self.config
+        if crashed is None or config.noise_multiplier is not None:
+            return False
+        if self.is_adaptive or config.accountant.is_its_own_guard:
+            return False
+        if isinstance(config.sampling, AbstractBlockSampling):
+            return False  # several checkpoints know the same charges, and which one is the latest?
+        return (crashed.target_epsilon, crashed.last_step) == (config.target_epsilon, last_step)
 
     def replan(self, world: World) -> bool:
         """Recompute how much of the plan the budget affords, after a charge was spent on nothing.

@@ -36,6 +36,7 @@ _FORMAT = "lightning-dp-journal-2"
 _FORMATS = ("lightning-dp-journal-1", _FORMAT)  # the first one has charges only
 _WEIGHTS = "weights"
 _DATA = "data"
+_PLAN, _SAVED, _END = "plan", "saved", "end"
 _LINES_AT_ONCE = 4096
 _ID = re.compile(r"[0-9a-f]{16}")
 _CURE = (
@@ -249,6 +250,25 @@ def _is_whole(line: bytes) -> bool:
 
 
 @dataclass
+class PlannedRun:
+    """A run whose noise was calibrated, and how far its journal followed it.
+
+    Args:
+        target_epsilon: what the noise was calibrated for.
+        last_step: the step of the plan at which it ends.
+        is_replanned: the noise was calibrated anew, after a crash.
+        saved: the charges that its latest checkpoint knows.
+        is_ended: it ended in order. Without this, it crashed, or is under way.
+    """
+
+    target_epsilon: float
+    last_step: int
+    is_replanned: bool
+    saved: int = 0
+    is_ended: bool = False
+
+
+@dataclass
 class JournalContent:
     """The content of a journal.
 
@@ -258,6 +278,7 @@ class JournalContent:
         runs: all charges.
         weights: fingerprints of weights that its runs released.
         data: the number of records and the user's name of each data set, as far as they were noted.
+        plans: the runs whose noise was calibrated.
         size: the bytes of its whole records; anything after them is the beginning of one more.
         is_ended: whether the last whole record has its newline.
     """
@@ -267,6 +288,7 @@ class JournalContent:
     runs: Charges = field(default_factory=Charges)
     weights: set[str] = field(default_factory=set)
     data: set[tuple[int, str | None]] = field(default_factory=set)
+    plans: dict[str, PlannedRun] = field(default_factory=dict)
     size: int = 0
     is_ended: bool = True
 
@@ -316,7 +338,7 @@ class JournalContent:
 
     def _add_note(self, kind: object, content: object, position: int) -> None:
         """Add what is no charge; kinds of a later version may change what is spent."""
-        if kind not in (_WEIGHTS, _DATA):
+        if kind not in (_WEIGHTS, _DATA, _PLAN, _SAVED, _END):
             kinds = f"is of the kind {kind!r}, which this version cannot read"
             raise self._damaged(f"line {position} {kinds}")
         items: list[Any] = content if isinstance(content, list) else [None]
@@ -325,6 +347,12 @@ class JournalContent:
             self.data.add((items[0], items[1]))
         elif kind == _WEIGHTS and set(types) <= {str}:
             self.weights.update(items)
+        elif kind == _PLAN and types == [str, float, int, bool]:
+            self.plans[items[0]] = PlannedRun(*items[1:])
+        elif kind == _SAVED and types == [str, int] and items[0] in self.plans:
+            self.plans[items[0]].saved = items[1]
+        elif kind == _END and types == [str] and items[0] in self.plans:
+            self.plans[items[0]].is_ended = True
         else:
             raise self._damaged(f"line {position} has no {kind}")
 
@@ -466,7 +494,7 @@ class Journal:
             )
         self.runs = written.runs
         self._last = {run: charges[-1][0] for run, charges in written.runs.items()}
-        self.weights, self.data = written.weights, written.data
+        self.weights, self.data, self.plans = written.weights, written.data, written.plans
         self._size = written.size
         self._file: IO[bytes] = open(self.path, "ab", buffering=0)  # noqa: SIM115 (until close())
         try:
@@ -505,16 +533,30 @@ class Journal:
     def note_weights(self, fingerprints: Sequence[str]) -> None:
         """Write that weights with these fingerprints were released, if it is not known."""
         if new := [each for each in fingerprints if each not in self.weights]:
-            self._check_untouched()
-            self._append([checked_line([None, _WEIGHTS, new])])
+            self._note(_WEIGHTS, new)
             self.weights.update(new)
 
     def note_data(self, records: int, name: str | None) -> None:
         """Write the number of records of a data set and the user's name for it, if they are new."""
         if (records, name) not in self.data:
-            self._check_untouched()
-            self._append([checked_line([None, _DATA, [records, name]])])
+            self._note(_DATA, [records, name])
             self.data.add((records, name))
+
+    def note_plan(self, run: str, plan: PlannedRun) -> None:
+        """Write that a run begins, whose noise was calibrated."""
+        self._note(_PLAN, [run, plan.target_epsilon, plan.last_step, plan.is_replanned])
+
+    def note_saved(self, run: str, charges: int) -> None:
+        """Write that a checkpoint knows so many charges of a planned run."""
+        self._note(_SAVED, [run, charges])
+
+    def note_end(self, run: str) -> None:
+        """Write that a planned run ended in order."""
+        self._note(_END, [run])
+
+    def _note(self, kind: str, content: list[Any]) -> None:
+        self._check_untouched()
+        self._append([checked_line([None, kind, content])])
 
     def _line(self, run: str, number: int, event: AbstractEvent) -> bytes:
         content = None if self._last.get(run) == event else event.to_dict()

@@ -10,7 +10,7 @@ import os
 import re
 import reprlib
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -34,10 +34,12 @@ from lightning_dp.accounting.journal import (
     Journal,
     JournalContent,
     JournalError,
+    PlannedRun,
     is_ledger_id,
     new_id,
     read_journal,
     read_text,
+    read_written,
 )
 
 _FIELDS = {"id", "journal", "runs"}  # of a state; none of them has a default
@@ -72,11 +74,14 @@ class Ledger:
         self.id = new_id()
         self.journal_path: Path | None = None
         self.weights: set[str] = set()  # fingerprints of weights that were released
+        self.is_replanned = False  # the noise of a run was planned anew, after a crash
+        self.crashed: PlannedRun | None = None  # that whose checkpoint was restored last
         self.began: datetime | None = None  # at the first charge that this object saw
         self.latest: datetime | None = None  # and at the latest one
         self._charges = Charges()
         self._journal: Journal | None = None
         self._run = ""
+        self._is_planned = False  # the journal has the plan of the current run
 
     @property
     def steps(self) -> int:
@@ -122,6 +127,7 @@ class Ledger:
             journal = Journal(path.absolute(), self.id)
             self.merge(journal.runs)
             self.weights |= journal.weights
+            self._note_replanned(journal.plans)
             journal.extend(self._charges)
             self._journal, self.journal_path = journal, journal.path
         self._run = run
@@ -171,15 +177,36 @@ class Ledger:
             with contextlib.suppress(JournalError):
                 self._journal.note_data(records, name)
 
+    def note_plan(self, target_epsilon: float, last_step: int, *, is_replanned: bool) -> None:
+        """Note that the current run's noise was calibrated, for the run that resumes it after a crash."""
+        self.is_replanned |= is_replanned
+        if self._journal is not None:
+            with contextlib.suppress(JournalError):
+                plan = PlannedRun(target_epsilon, last_step, is_replanned)
+                self._journal.note_plan(self._run, plan)
+                self._is_planned = True
+
+    def note_saved(self) -> None:
+        """Note that a checkpoint knows what was charged so far."""
+        if self._journal is not None and self._is_planned:
+            with contextlib.suppress(JournalError):
+                self._journal.note_saved(self._run, self._charges.length(self._run))
+
     def end(self) -> None:
-        """End the run: close the journal and give up its lock."""
-        journal, self._journal, self._run = self._journal, None, ""
+        """End the run in order: close the journal and give up its lock."""
+        journal, self._journal = self._journal, None
         if journal is not None:
-            journal.close()
+            try:
+                if self._is_planned:
+                    with contextlib.suppress(JournalError):
+                        journal.note_end(self._run)
+            finally:
+                journal.close()
+        self._run, self._is_planned = "", False
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: the charges; the current run and its journal stay here."""
-        return {**vars(self), "_journal": None, "_run": ""}
+        return {**vars(self), "_journal": None, "_run": "", "_is_planned": False}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts, for a checkpoint."""
@@ -202,11 +229,16 @@ class Ledger:
         if recorded is not None:
             path = _find(recorded, directory)
             _check_complete(path, ledger_id, runs)
-            self.merge(read_journal(path)[1])
-            self.journal_path = path
+            written = read_written(path)
+            self.merge(written.runs)
+            self.journal_path, self.crashed = path, crashed_plan(written, runs)
+            self._note_replanned(written.plans)
         self.merge(runs)
         self.id = ledger_id
         self._refuse_voided()
+
+    def _note_replanned(self, plans: Mapping[str, PlannedRun]) -> None:
+        self.is_replanned |= any(plan.is_replanned for plan in plans.values())
 
     def mirror(self, state: dict[str, Any]) -> None:
         """Become a copy of the lead process's record (the other processes)."""
@@ -220,6 +252,29 @@ class Ledger:
             JournalError: if two records of a run contradict each other.
         """
         self._charges.merge(runs)
+
+
+def crashed_plan(written: JournalContent, known: Charges) -> PlannedRun | None:
+    """Return the plan of the run that a checkpoint is of, if nobody can have chosen to leave it.
+
+    That is: charges were lost, neither this run nor a later one of the journal ended in order, all of
+    them had one plan, and no checkpoint was written after this one.
+
+    Args:
+        written: the journal.
+        known: the charges that the checkpoint knows; the last ones are those of its run.
+    """
+    of_checkpoint = ["", *known][-1]
+    later = [run for run in {**written.runs, **written.plans} if run not in known]
+    plans = [written.plans[run] for run in (of_checkpoint, *later) if run in written.plans]
+    if len(plans) <= len(later) or any(plan.is_ended for plan in plans):
+        return None  # some run has none
+    latest, goal = known.length(of_checkpoint), (plans[0].target_epsilon, plans[0].last_step)
+    if sum(written.runs.length(run) for run in (of_checkpoint, *later)) == latest:
+        return None  # nothing was lost
+    is_latest = plans[0].saved <= latest and not any(plan.saved for plan in plans[1:])
+    is_one = all((plan.target_epsilon, plan.last_step) == goal for plan in plans)
+    return plans[0] if is_latest and is_one else None
 
 
 def read_state(state: dict[str, Any]) -> tuple[str, Path | None, Charges]:

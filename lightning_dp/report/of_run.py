@@ -29,6 +29,10 @@ _NOT_COVERED = (
     "rounding in the computer (floating point) and the time it takes: the promise is about the ideal "
     "mathematics",
 )
+_REPLANNED = (
+    "the moment of a crash: the noise of the steps after it was planned anew, as if neither records nor "
+    "releases had led to it (a lack of memory may follow them)"
+)
 
 _ROUND = (
     "{} on the batch of each step, charged together before the first as one Gaussian on one sample"
@@ -68,7 +72,7 @@ def report(run: PrivateRun) -> PrivacyReport:
         started=run.started or _minute(run.ledger.began),
         ended=_minute(run.ledger.latest),
         stop_reason=run.stop_reason,
-        not_covered=(*_NOT_COVERED, *run.not_covered),
+        not_covered=(*_NOT_COVERED, *run.not_covered, *[_REPLANNED] * run.ledger.is_replanned),
         versions=dict(_versions()),
         ledger_id=run.ledger.id,
         journal=None if journal is None else str(journal),

@@ -607,6 +607,8 @@ class DifferentialPrivacyStrategy(Strategy):
         if fit is not None and self.is_global_zero:
             fit.earlier.released(checkpoint.get("state_dict", {}))
         super().save_checkpoint(checkpoint, filepath, storage_options)
+        if fit is not None and self.is_global_zero:
+            run.ledger.note_saved()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         with self._without_guard():

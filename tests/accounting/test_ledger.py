@@ -154,6 +154,71 @@ def test_ledgers_that_meet_are_united(tmp_path, books):
 # -- checkpoints -------------------------------------------------------------------------------
 
 
+# -- a run that crashed may plan its noise anew --------------------------------------------------------
+
+PLAN = {"target_epsilon": 3.0, "last_step": 10, "is_replanned": False}
+
+
+def fit(ledger: Ledger, name: str, charges: int = 4, saved: bool = False, **plan: Any) -> None:
+    """One run of a ledger, which is left as a crash leaves it."""
+    ledger.begin(name, ledger.journal_path.parent if ledger.journal_path else None)
+    ledger.note_plan(**{**PLAN, **plan})
+    for _ in range(charges):
+        ledger.charge(Gaussian(2.0))
+    if saved:
+        ledger.note_saved()
+
+
+def crash(ledger: Ledger) -> None:
+    ledger._journal.close()
+    ledger._journal = None
+
+
+@pytest.mark.parametrize(
+    ("then", "is_crash"),
+    [
+        (lambda ledger: fit(ledger, "b" * 16), True),
+        (lambda ledger: fit(ledger, "b" * 16, charges=0), True),
+        (lambda ledger: fit(ledger, "b" * 16, saved=True), False),  # a later checkpoint
+        (lambda ledger: fit(ledger, "b" * 16, target_epsilon=4.0), False),
+        (lambda ledger: fit(ledger, "b" * 16, last_step=20), False),
+        (lambda ledger: (fit(ledger, "b" * 16), ledger.end()), False),  # somebody ended it
+        (lambda ledger: None, None),
+        (lambda ledger: None, True),
+    ],
+)
+@pytest.mark.parametrize("first", ["crashed", "ended", "saved later", "nothing lost"])
+def test_noise_is_planned_anew_only_after_a_crash(tmp_path, first, then, is_crash):
+    ledger = Ledger()
+    ledger.journal_path = tmp_path / f"{ledger.id}.journal"
+    fit(ledger, "a" * 16)
+    ledger.note_saved()
+    state = ledger.state_dict()
+    if first != "nothing lost":
+        ledger.charge(Gaussian(2.0))
+    if first == "saved later":
+        ledger.note_saved()
+    ledger.end() if first == "ended" else crash(ledger)
+    if is_crash is None:  # a run whose noise was given, not calibrated
+        ledger.begin("b" * 16, tmp_path)
+        ledger.charge(Gaussian(2.0))
+        crash(ledger)
+    else:
+        then(ledger)
+        if ledger._journal is not None:
+            crash(ledger)
+
+    resumed = Ledger()
+    resumed.restore(state, tmp_path)
+
+    lost = resumed.steps > 4
+    assert resumed.steps == ledger.steps
+    expected = bool(is_crash) and first in ("crashed", "nothing lost") and lost
+    assert (resumed.crashed is not None) == expected
+    assert resumed.crashed is None or resumed.crashed.last_step == 10
+    assert not resumed.is_replanned
+
+
 def checkpoint_of(state: object, folder: Path) -> Path:
     path = folder / "last.ckpt"
     torch.save({"lightning_dp": {"ledger": state}}, path)

@@ -147,6 +147,7 @@ def train(round_: Round, resume: Path | None) -> None:
         "epsilon": privacy.epsilon,
         "noise_multiplier": privacy.noise_multiplier,
         "global_step": trainer.global_step,
+        "not_covered": " ".join(privacy.report().not_covered),
         "journal": str(privacy._run.ledger.journal_path),
     }
     name = "first" if resume is None else "resumed"
