@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import math
 import pickle
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -526,3 +530,44 @@ def test_the_noise_norm_that_is_told_is_that_of_the_noise(fit, ordered):
     fit(model, privacy, ordered, max_epochs=2)
     last = float(model.noise[-1].norm())
     assert privacy._run.setting.noise_norm == pytest.approx(last, rel=0.05)
+
+
+# -- a kill -------------------------------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys
+import lightning as L, torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+from tests.strategies.test_blocks import CYCLIC, Flat
+from tests.zoo import private
+
+class Kill(L.Callback):
+    def on_before_optimizer_step(self, trainer, *args):
+        if trainer.global_step == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+L.Trainer(
+    accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, max_steps=12,
+    enable_model_summary=False, default_root_dir=sys.argv[1], callbacks=[
+        private(noise_multiplier=2.0, **CYCLIC), Kill(),
+        ModelCheckpoint(sys.argv[1], "{step}", every_n_train_steps=5),
+    ],
+).fit(Flat(), DataLoader(TensorDataset(torch.zeros(240, 1)), batch_size=24))
+"""
+
+
+def test_a_kill_between_charge_and_release_has_paid_for_the_round(fit, tmp_path, charges):
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    assert [event.steps for event in charges()] == [4, 4]  # 6 of which were released
+
+    privacy = private(noise_multiplier=2.0, **CYCLIC)
+    data = DataLoader(TensorDataset(torch.zeros(240, 1)), batch_size=24)
+    trainer = fit(Flat(), privacy, data, ckpt_path=tmp_path / "step=5.ckpt", max_steps=12)
+    assert trainer.global_step == 12
+    assert [event.steps for event in charges()] == [4, 4, 4, 3]
+    assert privacy.epsilon == PLDAccountant().epsilon([(event, 1) for event in charges()], 1e-5)
