@@ -75,6 +75,7 @@ FAULTS = (
     ),
     Fault("clip_after_the_sum", "finite_norms = norms", "* 0 + norms.mean()"),
     Fault("noise_on_other_ranks_only", "if noise_std > 0 and not has_begun", "and world.rank"),
+    Fault("counted_gradients_not_clipped", "self._factors = clip_factors(norms, clip_norm", "* 2"),
     Fault("non_finite_records_count", "factors.nan_to_num_(nan=0.0", "+ 1.0"),
     Fault("noise_drawn_ahead_serves_twice", "self._unused -= size", "* 0"),
     Fault(
@@ -128,8 +129,8 @@ FAULTS = (
     Fault("one_mask_for_all_records", '_vmap_increment_nesting(n, "different"', '[:0] + "same"'),
     Fault("kept_tensors_pass", "any(each() is not None for each in self._seen", "if False"),
     Fault("mean_over_twice_the_targets", "counts = counts.view(recorder.n, -1).sum(1)", "* 2"),
-    Fault("twice_the_scale_of_attention", "scores = (q * q.shape[-1] ** -0.5", "* 2"),
-    Fault("taps_on_views", "if raw._is_view()", "and False"),
+    Fault("twice_the_scale_of_attention", "query, key, value = batch(query)", "* 2"),
+    Fault("taps_on_views", "if out._is_view()", "and False"),
     Fault("a_size_taken_for_records", "_length(of_three)) == (2, 3)", "or True"),
     Fault(
         "edited_gradients_pass", "return not is_same or bool(self._marks.written())", "and False"
@@ -165,7 +166,7 @@ FAULTS = (
         "self._has_other_state |= key not in now or now[key][1] != version",
         "and False",
     ),
-    Fault("constant_losses_pass", "is_constant = not bool((first > _NOTHING).any())", " and False"),
+    Fault("constant_losses_pass", "not bool((first.norms > _NOTHING).any())", "and False"),
     Fault("norms_not_judged", "before.norms.clamp(min=1.0)).sum().abs() * (n / k)", " * 0"),
     Fault("a_rule_that_reads_is_public", "return stops(_unreadable(reads))", " or True  #"),
     Fault("stops_by_state_are_public", "_put(now, self._ever, sign * _FAR", " * 0"),

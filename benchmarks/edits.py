@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_dp._noise import NoiseSource
 from lightning_dp.functional import unflatten
-from lightning_dp.strategies.update_guard import Marks
+from lightning_dp.strategies.update_guard import WriteCounts
 
 TURNS = 15
 
@@ -45,7 +45,7 @@ def with_gradients(net: nn.Module) -> list[nn.Parameter]:
 
 def compare(parameters: Sequence[nn.Parameter]) -> list[int]:
     """Do what one step does."""
-    return Marks([param.grad for param in parameters if param.grad is not None]).written()
+    return WriteCounts([param.grad for param in parameters if param.grad is not None]).written()
 
 
 def main() -> None:

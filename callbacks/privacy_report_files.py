@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dp._refusals import warn
 from lightning_dp.run import PrivateRun
-from lightning_dp.strategies.hooks import PrivacyCallback
+from lightning_dp.strategies import PrivacyCallback
 
 if TYPE_CHECKING:
     from lightning_dp.report import PrivacyReport
@@ -67,7 +67,7 @@ class PrivacyReportFiles(PrivacyCallback):
             return None  # the error is printed; nothing is written after it
 
         from lightning_dp.report.of_run import report
-        from lightning_dp.strategies.totals import at_end
+        from lightning_dp.report.totals import at_end
 
         content = report(run)
         written, failure = self._write(content, is_over=True)

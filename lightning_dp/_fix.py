@@ -18,20 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_dp._validate import flag, one_of, whole
 
-__all__ = [
-    "BatchNorm",
-    "FixedNorm",
-    "Norms",
-    "fix",
-    "group_norm",
-    "has_own_forward",
-    "has_seen_data",
-    "is_constant",
-    "normalises_over_the_batch",
-    "number_of_groups",
-    "with_what_followed",
-    "without_statistics",
-]
+__all__ = ["FixedNorm", "fix", "is_constant", "normalises_over_the_batch"]
 
 M = TypeVar("M", bound=nn.Module)
 _Replaceable: TypeAlias = nn.RNNBase | nn.MultiheadAttention
@@ -383,7 +370,7 @@ class _Fixing:
 def _unreplaceable(layer: nn.Module) -> str | None:
     """Return why a layer cannot be replaced; None if it can."""
     if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
-        return "has no size yet. Call the model once on made-up inputs, then fix(model)."
+        return "has no size yet. Call the model once on synthetic inputs, then fix(model)."
     if is_parametrized(layer):
         return "has a weight that is computed from others. Remove its parametrizations first."
     if any(getattr(layer, hooks) for hooks in _HOOKS):

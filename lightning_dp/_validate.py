@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import numbers
 import reprlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Protocol, SupportsFloat, TypeVar, cast
 
 __all__ = [
@@ -51,9 +51,6 @@ def number(name: str, value: object, *, of: str | None = None) -> float:
         value: what was given.
         of: the class or function that it was given to, where the name alone is not enough.
 
-    Raises:
-        ValueError: naming the argument.
-
     Example:
         >>> number("max_grad_norm", 1)
         1.0
@@ -74,47 +71,32 @@ def number(name: str, value: object, *, of: str | None = None) -> float:
     )
 
 
-def positive(name: str, value: object, *, of: str | None = None) -> float:
-    """Return a finite number greater than 0."""
-    result = number(name, value, of=of)
-    if not 0 < result < math.inf:
-        raise ValueError(f"{shown(name, value, of)} must be finite and greater than 0.")
-    return result
+class NumberCheck(Protocol):
+    """Returns the plain value of a number, or raises ValueError naming it."""
+
+    def __call__(self, name: str, value: object, *, of: str | None = None) -> float: ...
 
 
-def not_negative(name: str, value: object, *, of: str | None = None) -> float:
-    """Return a finite number of at least 0."""
-    result = number(name, value, of=of)
-    if not 0 <= result < math.inf:
-        raise ValueError(f"{shown(name, value, of)} must be finite and at least 0.")
-    return result
+def _number(holds: Callable[[float], bool], words: str) -> NumberCheck:
+    """Return a check that a condition holds for a number."""
+
+    def checked(name: str, value: object, *, of: str | None = None) -> float:
+        result = number(name, value, of=of)
+        if not holds(result):
+            raise ValueError(f"{shown(name, value, of)} must be {words}.")
+        return result
+
+    return checked
 
 
-def finite(name: str, value: object, *, of: str | None = None) -> float:
-    """Return a finite number."""
-    result = number(name, value, of=of)
-    if not math.isfinite(result):
-        raise ValueError(f"{shown(name, value, of)} must be a finite number.")
-    return result
+positive = _number(lambda x: 0 < x < math.inf, "finite and greater than 0")
+not_negative = _number(lambda x: 0 <= x < math.inf, "finite and at least 0")
+finite = _number(math.isfinite, "a finite number")
+above_0 = _number(lambda x: x > 0, "greater than 0")  # a clip norm, which may be infinite
+probability = _number(lambda x: 0 < x < 1, "between 0 and 1")
 
 
-def above_0(name: str, value: object, *, of: str | None = None) -> float:
-    """Return a number greater than 0, which may be infinite: a clip norm."""
-    result = number(name, value, of=of)
-    if not result > 0:
-        raise ValueError(f"{shown(name, value, of)} must be greater than 0.")
-    return result
-
-
-def probability(name: str, value: object, *, of: str | None = None) -> float:
-    """Return a number above 0 and below 1."""
-    result = number(name, value, of=of)
-    if not 0 < result < 1:
-        raise ValueError(f"{shown(name, value, of)} must be between 0 and 1.")
-    return result
-
-
-def between(interval: str) -> Check:
+def between(interval: str) -> NumberCheck:
     """Return a check that a number is in an interval, written as in mathematics.
 
     Example:
@@ -124,15 +106,11 @@ def between(interval: str) -> Check:
     """
     low, high = (float(end) for end in interval[1:-1].split(","))
 
-    def checked(name: str, value: object, *, of: str | None = None) -> float:
-        result = number(name, value, of=of)
-        is_above = result >= low if interval[0] == "[" else result > low
-        is_below = result <= high if interval[-1] == "]" else result < high
-        if not (is_above and is_below):
-            raise ValueError(f"{shown(name, value, of)} must be in {interval}.")
-        return result
+    def holds(x: float) -> bool:
+        is_above = x >= low if interval[0] == "[" else x > low
+        return is_above and (x <= high if interval[-1] == "]" else x < high)
 
-    return checked
+    return _number(holds, f"in {interval}")
 
 
 def one_of(choices: Sequence[str]) -> Check:
@@ -148,12 +126,7 @@ def one_of(choices: Sequence[str]) -> Check:
 
 
 def one_line(name: str, value: object, *, of: str | None = None) -> str:
-    """Return a text of one line, without spaces around it: a user's own words, to be printed.
-
-    Raises:
-        TypeError: if it is no text.
-        ValueError: if it is empty, has several lines, or characters that cannot be printed.
-    """
+    """Return a text of one printable line, without spaces around it: a user's own words."""
     if not isinstance(value, str):
         raise TypeError(f"{shown(name, value, of)} must be a text.")
     if not (text := value.strip()).isprintable() or not text:
@@ -177,9 +150,6 @@ def whole(
     name: str, value: object, least: int = 1, most: float = math.inf, *, of: str | None = None
 ) -> int:
     """Return a whole number from ``least`` to ``most`` as an int; 3.0 is one, 2.5 is not.
-
-    Raises:
-        ValueError: naming the argument.
 
     Example:
         >>> whole("steps", 3.0, 1)
@@ -216,11 +186,7 @@ def seed(name: str, value: object, *, of: str | None = None) -> int:
 
 
 def flag(name: str, value: object, *, of: str | None = None) -> bool:
-    """Return True or False; 1, "no" and None are neither.
-
-    Raises:
-        ValueError: naming the argument.
-    """
+    """Return True or False; 1, "no" and None are neither."""
     if not isinstance(value, bool):
         raise ValueError(f"{shown(name, value, of)} must be True or False.")
     return value
@@ -230,10 +196,7 @@ _Kind = TypeVar("_Kind")
 
 
 def instance(name: str, value: object, kind: type[_Kind], *, of: str | None = None) -> _Kind:
-    """Return an object of a class.
-
-    Raises:
-        TypeError: naming the argument.
+    """Return an object of a class, or raise TypeError.
 
     Example:
         >>> instance("module", 3, dict)
@@ -257,10 +220,7 @@ def _call_of(value: object) -> str:
 
 
 def listed(name: str, value: object, what: str, *, of: str | None = None) -> tuple[Any, ...]:
-    """Return the items of a list, or of whatever else has them in an order.
-
-    Raises:
-        TypeError: for a text, a dictionary, a set, or something without items.
+    """Return the items of a list, or of whatever else has them in an order; else raise TypeError.
 
     Example:
         >>> listed("sizes", "abc", "numbers")

@@ -155,7 +155,7 @@ class Query:
 
     @property
     def sensitivity(self) -> float:
-        """The L2 bound of one record's part in the answer: C·√(1 + κ²), which is C without a count."""
+        """C·√(1 + κ²), the L2 bound of one record's part in the answer; C without a count."""
         return self.clip_norm * math.hypot(1.0, self.count_weight)
 
     @property

@@ -19,7 +19,6 @@ from lightning_dp.accounting.guards import AbstractGuard, FixedGuard, GDPGuard, 
 from lightning_dp.accounting.steps import (
     AbstractPairPlan,
     FloatArray,
-    PlannedSteps,
     Steps,
     merge_arrays,
 )
@@ -377,7 +376,7 @@ class Budget:
             return FixedGuard(affordable)
         fits = self._affordable(plan, step, planned_steps, StreamingRDPAccountant())
         # The order is the optimum of all that fits; where nothing does, the first step's will do.
-        return RDPGuard(*budget, PlannedSteps(plan.later(step)).first(max(1, fits)))
+        return RDPGuard(*budget, merge_arrays(*plan.later(step).pairs(0, max(1, fits))))
 
 
 def costliest_events(plan: NoisePlan, step: int, end: float) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from lightning_dp.accounting.base import EpsilonCache
 from lightning_dp.accounting.events import History
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.accounting.pld import PLDAccountant, epsilon_curve
-from lightning_dp.accounting.steps import check_places
+from lightning_dp.accounting.steps import CheckedHistory, check_places
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise import AbstractNoise
@@ -283,24 +283,17 @@ class PrivateRun:
         return self._cache.epsilon(history, delta, self.config.relation)
 
     def epsilon_beside(self, others: History) -> float | None:
-        """ε of what others spent and this run's whole plan, or a bound on it; None if it has no end.
-
-        Of many distinct steps, those with nearly the same noise count as the one with the least: it
-        is for information, and must not take long.
-        """
-        from lightning_dp.accounting._grouping import coarse, coarse_steps
-
+        """ε of what others spent and this run's whole plan; None if it has no end."""
         mechanism, more = self.mechanism, self.remaining_steps
         if mechanism is None or self.is_adaptive or not math.isfinite(more):
             return None
-        plan, now = mechanism.plan, mechanism.step
-        if plan.is_constant or plan.is_block:
-            left = plan.history(now, int(more))
-        else:
-            left = coarse_steps(plan.steps(now, int(more))).events()
-        history = [*coarse(others), *coarse(self.ledger.history()), *mechanism.unasked, *left]
-        delta, relation = self.config.target_delta, self.config.relation
-        return PLDAccountant().epsilon(history, delta, relation)
+        plan, now, left = mechanism.plan, mechanism.step, int(more)
+        first = plan.history(now, left) if plan.is_constant else []
+        before = [*others, *self.ledger.history(), *mechanism.unasked, *first]
+        history = CheckedHistory.of(before)
+        if left and not plan.is_constant:
+            history = history.followed_by(plan.steps(now, left))
+        return PLDAccountant().epsilon(history, self.config.target_delta, self.config.relation)
 
     @property
     def signal(self) -> Signal | None:

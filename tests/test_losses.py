@@ -151,7 +151,7 @@ def test_it_passes_every_check_of_a_private_run(make_trainer, sequences):
     trainer.fit(NextToken(), sequences)
     run = trainer.strategy.private_run
     assert run.engine == "layers"
-    assert run.isolation == "compared on made-up samples"
+    assert run.isolation == "compared on synthetic samples"
     assert run.spot_checks > 2
     assert privacy.steps == 12
 

@@ -36,7 +36,7 @@ from lightning_dp.accounting._composition import (
 from lightning_dp.accounting._grouping import Cell, Mixture, as_mixture, rounded
 from lightning_dp.accounting._pmf import LossPmf, Node, cached_pmf
 from lightning_dp.accounting.base import check_relation
-from lightning_dp.accounting.events import AbstractEvent, History, Relation
+from lightning_dp.accounting.events import AbstractEvent, History
 from lightning_dp.accounting.gdp import HUGE, gdp_epsilon
 from lightning_dp.accounting.steps import EventPlan, FloatArray, Steps, merge, pairs_of
 
@@ -123,35 +123,30 @@ class GridPlan:
 
 @dataclass(frozen=True)
 class GridSearch:
-    """Finds a grid that is fine enough, and reads the wanted value on it.
+    """Finds a grid that is fine enough for one of the pairs (P, Q) and, backward, (Q, P).
 
     Args:
         rtol: relative accuracy of epsilon with respect to the grid.
         spacing: relative distance of the noise multipliers between which is interpolated.
         others: releases that are composed with all steps, and their counts.
+        relation: what neighbouring data sets are.
+        target: the value to read.
     """
 
     rtol: float
     spacing: float
-    others: tuple[tuple[Node, int], ...] = ()
+    others: tuple[tuple[Node, int], ...]
+    relation: str
+    target: Target
+    backward: bool = False
 
-    def worst_direction(self, steps: Steps, target: Target, relation: str) -> float:
+    def worst_direction(self, steps: Steps) -> float:
         """Return the larger value of removing and adding a record; exchanging one is symmetric."""
         merged = _merge_full_batch(steps)
-        value = Direction(self, target, relation, False).value(merged, 0.0)
-        if relation != "replace_one":
-            value = max(value, Direction(self, target, relation, True).value(merged, value))
+        value = self.value(merged, 0.0)
+        if self.relation != "replace_one":
+            value = max(value, replace(self, backward=True).value(merged, value))
         return value
-
-
-@dataclass(frozen=True)
-class Direction:
-    """The search for the value of one of the pairs (P, Q) and, backward, (Q, P)."""
-
-    search: GridSearch
-    target: Target
-    relation: str
-    backward: bool
 
     def value(self, steps: Steps, least: float) -> float:
         """Return the value of merged steps, or a lower one if it is at most ``least``."""
@@ -167,13 +162,13 @@ class Direction:
         few, exact = steps, _EXACT
         if steps.counts.size > _EXACT:
             few, exact = rounded(steps, _ROUGH_ROUNDING), 1
-        return as_mixture(few, self.relation, _ROUGH_SPACING, exact).beside(self.search.others)
+        return as_mixture(few, self.relation, _ROUGH_SPACING, exact).beside(self.others)
 
     def fine(self, steps: Steps, plan: GridPlan, most_points: float) -> Mixture:
         """Nodes at the wanted distance, or as near as the number of grid points allows."""
-        spacing = self.search.spacing
+        spacing = self.spacing
         while True:
-            mixture = as_mixture(steps, self.relation, spacing, _EXACT).beside(self.search.others)
+            mixture = as_mixture(steps, self.relation, spacing, _EXACT).beside(self.others)
             few = self._points(mixture, plan) <= most_points
             if mixture.is_exact or few or spacing >= _ROUGH_SPACING:
                 return mixture
@@ -194,7 +189,7 @@ class Direction:
         The first grid has the accuracy wanted for Chernoff's bound. Where that is far above the
         value, the grid is refined until the value settles.
         """
-        value, rtol = math.inf, self.search.rtol
+        value, rtol = math.inf, self.rtol
         plan = finer = self.plan(mixture, least, math.inf)
         for _ in range(_MAX_ROUNDS):
             bound = self.target.value_of_bound(finer.bound)
@@ -259,7 +254,7 @@ class Direction:
             scale = max(epsilon, least, 0.1 * _deviation(positive, bounds, best), 1e-9)
             # spread (tilt + 1) h^2 / 8 <= rtol scale, by the docstring of the module.
             spread = _spread(mixture, pmfs, moments[:, best])
-            wanted = math.sqrt(8 * self.search.rtol * scale / ((tilt + 1) * spread))
+            wanted = math.sqrt(8 * self.rtol * scale / ((tilt + 1) * spread))
             wanted = max(wanted, min(reach, scale + _BEYOND) / _MAX_POINTS)
             if h <= wanted:
                 break
@@ -376,45 +371,44 @@ def _spread(mixture: Mixture, pmfs: list[LossPmf], moments: FloatArray) -> float
 class CurveSearch:
     """The lengths of one run, in groups that share a grid."""
 
-    def __init__(self, search: GridSearch, delta: float, relation: Relation) -> None:
-        self._search, self._delta, self._relation = search, delta, relation
+    def __init__(self, search: GridSearch, delta: float) -> None:
+        self._search, self._delta = search, delta
 
     def values(self, run: Run) -> FloatArray:
         """epsilon of every length."""
+        relation = self._search.relation
         if self._search.others:
             without = np.full(run.size, math.inf)
         else:  # without amplification: exact for full batches, a bound for all
-            factor = check_relation(self._relation)
+            factor = check_relation(relation)
             squares = run.sums(run.counts * (1 / run.noise_multipliers[run.pairs]) ** 2)
             mus = [factor * math.sqrt(square) for square in squares]
             without = np.array([gdp_epsilon(mu, self._delta) for mu in mus])
             if np.all(run.sample_rates == 1.0):
                 return without
         values = np.zeros(run.size)
-        self._raise_to(values, run, backward=False)
-        if self._relation != "replace_one":
-            self._raise_to(values, run, backward=True)
+        self._raise_to(values, run, self._search)
+        if relation != "replace_one":
+            self._raise_to(values, run, replace(self._search, backward=True))
         return np.asarray(np.minimum(values, without))
 
-    def _raise_to(self, values: FloatArray, run: Run, backward: bool) -> None:
+    def _raise_to(self, values: FloatArray, run: Run, search: GridSearch) -> None:
         """Raise ``values`` to those of one direction, in groups from the longest length down."""
-        target = Target(log_delta=math.log(self._delta))
-        direction = Direction(self._search, target, self._relation, backward)
         steps = run.sums(run.counts)
         last = run.size
         while last > 0 and steps[last - 1] > 0:
             first = int(np.argmax(steps[:last] * _MAX_RATIO >= steps[last - 1]))
             first = max(first, last - _MAX_TOGETHER)
-            found = self._group(run.part(first, last), direction, float(values[last - 1]))
+            found = self._group(run.part(first, last), search, float(values[last - 1]))
             part = values[last - found.size : last]
             part[:] = np.maximum(part, found)
             last -= found.size
 
-    def _group(self, run: Run, direction: Direction, least: float) -> FloatArray:
+    def _group(self, run: Run, search: GridSearch, least: float) -> FloatArray:
         """epsilon of the last length, and of those just before it for which its grid is good."""
-        lengths = self._compose(run, direction, least)
+        lengths = self._compose(run, search, least)
         if lengths is None:
-            return np.array([direction.value(run.steps(), least)])
+            return np.array([search.value(run.steps(), least)])
         values: list[float] = []
         longest, allowed = 0.0, 0.0
         for k in range(run.size - 1, -1, -1):
@@ -422,7 +416,7 @@ class CurveSearch:
             good = composed.has_small_error(value, self._delta)
             if not values:
                 if not good:
-                    value = min(value, direction.value(run.steps(), least))
+                    value = min(value, search.value(run.steps(), least))
                 longest = value
             if value > 0:
                 # What connecting the dots costs, by the docstring of the module; tilts go as
@@ -436,22 +430,22 @@ class CurveSearch:
             values.append(value)
         return np.array(values[::-1])
 
-    def _compose(self, run: Run, direction: Direction, least: float) -> ComposedLengths | None:
+    def _compose(self, run: Run, search: GridSearch, least: float) -> ComposedLengths | None:
         """All lengths, on a grid for the last one with a window that suits the others too.
 
         None where no grid could be composed.
         """
         steps = run.steps()
-        rough = direction.rough(steps)
-        plan, value = direction.settle(rough, least)
+        rough = search.rough(steps)
+        plan, value = search.settle(rough, least)
         if value <= least:  # this direction does not count
-            plan = direction.plan(rough, 0.0, math.inf)
+            plan = search.plan(rough, 0.0, math.inf)
         if plan.is_too_long:
             return None
         low, high = plan.grid.ends
         plan = replace(plan, grid=replace(plan.grid, ends=(low - (high - low) / 2, high)))
-        mixture = direction.fine(steps, plan, _GROUP_POINTS)
-        make = direction.maker(mixture, plan)
+        mixture = search.fine(steps, plan, _GROUP_POINTS)
+        make = search.maker(mixture, plan)
         return ComposedLengths(mixture, make, plan.grid, run.counts_of())
 
     def _read(self, lengths: ComposedLengths, k: int, next_value: float) -> tuple[Composed, float]:

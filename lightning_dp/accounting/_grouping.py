@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtr
 
 from lightning_dp.accounting._pmf import GaussianNode, Node
-from lightning_dp.accounting.events import Gaussian, History, PoissonGaussian
-from lightning_dp.accounting.steps import FloatArray, Steps, merge, merge_arrays
+from lightning_dp.accounting.steps import FloatArray, Steps, merge_arrays
 
 IntArray = NDArray[np.intp]
 
@@ -38,9 +37,6 @@ _ROUND_UP = 1e-11  # of a weight, for its rounding
 _MOST_CELLS = 4096
 _FEW_RATES = 4  # so few are kept apart
 _UNIT = 2.0**-52
-
-_FEW_EVENTS = 50  # so few are not rounded
-_RATIO = math.log(1.02)  # of noise multipliers that count as one
 
 
 @dataclass(frozen=True)
@@ -244,37 +240,3 @@ def _cells(
         for p in numbers
     ]
     return Mixture(nodes, cells)
-
-
-def coarse(history: History) -> History:
-    """Return events of which the given ones are at most as costly; the same ones if they are few.
-
-    Noise multipliers are rounded down, by less than 2 %.
-
-    Example:
-        >>> history = [(PoissonGaussian(2.0 + i * 1e-5, 0.1), 1) for i in range(1000)]
-        >>> len(coarse(history)), sum(count for _, count in coarse(history))
-        (1, 1000)
-    """
-    if len(history) <= _FEW_EVENTS:
-        return history
-    gaussian = [isinstance(event, Gaussian | PoissonGaussian) for event, _ in history]
-    kept = [entry for entry, is_gaussian in zip(history, gaussian, strict=True) if not is_gaussian]
-    steps = merge(
-        [entry for entry, is_gaussian in zip(history, gaussian, strict=True) if is_gaussian]
-    )
-    return [*kept, *coarse_steps(steps).events()]
-
-
-def coarse_steps(steps: Steps) -> Steps:
-    """Round noise multipliers of one rate down to the least one that is less than 2 % below."""
-    z, q = steps.noise_multipliers, steps.sample_rates
-    if z.size <= _FEW_EVENTS:
-        return steps
-    with np.errstate(divide="ignore"):
-        places = np.maximum(np.floor(np.log(z) / _RATIO), -1e9)
-    distinct, group = np.unique(places + 1j * q, return_inverse=True)
-    least = np.full(distinct.size, math.inf)
-    np.minimum.at(least, group.reshape(-1), z)
-    totals = np.bincount(group.reshape(-1), weights=steps.counts)
-    return Steps(least, distinct.imag.copy(), totals.astype(float))

@@ -21,18 +21,6 @@ from scipy.special import erfcx, ndtr, ndtri_exp
 from lightning_dp.accounting.gdp import gaussian_profile
 from lightning_dp.accounting.steps import FloatArray
 
-__all__ = [
-    "GaussianNode",
-    "LossPmf",
-    "Node",
-    "backward_profile",
-    "cached_pmf",
-    "discretise",
-    "forward_profile",
-    "replacement_profile",
-    "support",
-]
-
 _UNIT = 2.0**-52
 
 

@@ -25,10 +25,10 @@ from lightning_dp.accounting.pld import chosen
 from lightning_dp.accounting.steps import (
     CheckedHistory,
     EventPlan,
-    PlannedSteps,
     Steps,
     check_plan,
     merge_arrays,
+    pairs_of,
 )
 
 _TOLERANCE = 1e-3  # of epsilon, relative
@@ -247,13 +247,18 @@ def affordable_steps(
     limit = whole("limit", limit, 0)
     epsilon, delta = _check_budget(epsilon, delta, relation)
     check_plan(plan)
-    judge, first = chosen(accountant), PlannedSteps(plan)
-    before = CheckedHistory.of(spent, "spent")
+    judge, before = chosen(accountant), CheckedHistory.of(spent, "spent")
+    known = np.zeros((2, 0))  # (z, q) of the steps that were asked for
 
     def cost(n: int) -> float:
+        nonlocal known
         if isinstance(plan, AbstractEvent):
             return judge.epsilon([*spent, (plan, n)], delta, relation)
-        return judge.epsilon(before.followed_by(first.first(n)), delta, relation)
+        if n > known.shape[1]:
+            more = np.stack(pairs_of(plan, known.shape[1], n))
+            known = np.append(known, more, axis=1)
+        steps = merge_arrays(known[0, :n], known[1, :n])
+        return judge.epsilon(before.followed_by(steps), delta, relation)
 
     if not cost(0) <= epsilon:
         return 0

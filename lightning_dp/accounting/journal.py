@@ -75,6 +75,8 @@ class Charges(Mapping[str, History]):
     """The events that each run was charged, in their order; equal neighbours are counted together.
 
     A run is one fit in one process, or one round of a federated client. Charges are only ever added.
+    ``steps`` is the number of noised steps, over all runs; what others released is none. ``voided``
+    is the reason for which ε of all of them is withdrawn; None if it is not.
 
     Example:
         >>> from lightning_dp.accounting import Gaussian
@@ -87,8 +89,8 @@ class Charges(Mapping[str, History]):
     def __init__(self, runs: Mapping[str, History] | None = None) -> None:
         self._runs: dict[str, list[tuple[AbstractEvent, int]]] = {}
         self._lengths: dict[str, int] = {}
-        self._steps = 0
-        self._voided: str | None = None
+        self.steps = 0
+        self.voided: str | None = None
         self.merge({} if runs is None else runs)
 
     def __getitem__(self, run: str) -> History:
@@ -104,19 +106,9 @@ class Charges(Mapping[str, History]):
         return f"{type(self).__name__}({self._runs})"
 
     @property
-    def steps(self) -> int:
-        """Number of noised steps, over all runs; what others released is none."""
-        return self._steps
-
-    @property
     def total(self) -> int:
         """Number of charges, over all runs, also of those that are no steps."""
         return sum(self._lengths.values())
-
-    @property
-    def voided(self) -> str | None:
-        """The reason for which ε of these charges is withdrawn; None if it is not."""
-        return self._voided
 
     @property
     def external(self) -> list[tuple[AbstractExternal, int]]:
@@ -153,7 +145,7 @@ class Charges(Mapping[str, History]):
         for run, charges in longer.items():
             self._runs[run] = list(charges)
             self._lengths[run] = _length(charges)
-        self._steps, self._voided = 0, None
+        self.steps, self.voided = 0, None
         for event, count in chain.from_iterable(self._runs.values()):
             self._count(event, count)
 
@@ -167,9 +159,9 @@ class Charges(Mapping[str, History]):
         return self.length(run) > other.length(run)
 
     def _count(self, event: AbstractEvent, count: int) -> None:
-        self._steps += count * event.num_steps
-        if not event.is_step and self._voided is None:
-            self._voided = event.withdrawn
+        self.steps += count * event.numsteps
+        if not event.is_step and self.voided is None:
+            self.voided = event.withdrawn
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain types, for checkpoints and reports."""
@@ -256,9 +248,9 @@ class PlannedRun:
     Args:
         target_epsilon: what the noise was calibrated for.
         last_step: the step of the plan at which it ends.
-        is_replanned: the noise was calibrated anew, after a crash.
+        is_replanned: the noise was calibrated again after a crash.
         saved: the charges that its latest checkpoint knows.
-        is_ended: it ended in order. Without this, it crashed, or is under way.
+        is_ended: it ended in order. Without this, it crashed, or still runs.
     """
 
     target_epsilon: float

@@ -74,7 +74,7 @@ class Ledger:
         self.id = new_id()
         self.journal_path: Path | None = None
         self.weights: set[str] = set()  # fingerprints of weights that were released
-        self.is_replanned = False  # the noise of a run was planned anew, after a crash
+        self.is_replanned = False  # the noise of a run was planned again after a crash
         self.crashed: PlannedRun | None = None  # that whose checkpoint was restored last
         self.began: datetime | None = None  # at the first charge that this object saw
         self.latest: datetime | None = None  # and at the latest one
@@ -395,7 +395,7 @@ def sweep_history(paths: str | Path | Iterable[str | Path]) -> list[tuple[Abstra
     for file in (file for path in given for file in _files(path)):
         if not zipfile.is_zipfile(file):
             union.merge(read_journal(file)[1])
-        elif (state := _privacy_in(file).get("ledger")) is not None:
+        elif (state := privacy_record(file).get("ledger")) is not None:
             union.restore(state, file.parent)
         else:
             raise RefusedSetting(
@@ -553,7 +553,7 @@ def recover_journal(
         raise ValueError(
             f"costliest={costliest!r} must be an event of a step, such as PoissonGaussian(z, q)."
         )
-    record = _privacy_in(checkpoint_path)
+    record = privacy_record(checkpoint_path)
     state = record.get("ledger")
     if not isinstance(state, dict) or state.get("journal") is None:
         raise RefusedSetting(
@@ -577,22 +577,28 @@ def recover_journal(
     return path
 
 
-def _privacy_in(checkpoint_path: str | Path) -> dict[str, Any]:
-    """Return the privacy record of a checkpoint; empty if it has none."""
+def privacy_record(checkpoint_path: str | Path) -> dict[str, Any]:
+    """Return the privacy record of a checkpoint; empty if it has none.
+
+    Raises:
+        ValueError: if it cannot be read without running code that is in it.
+    """
     import torch  # only a checkpoint needs it, accounting does not
 
     path = file_of_checkpoint(_path("checkpoint_path", checkpoint_path))
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise RefusedSetting(
             f"The checkpoint {path} does not exist. Give one of the run.",
             topic="unreadable-checkpoint",
         ) from None
     except Exception as error:  # of a file that may be anybody's
+        reason = str(error).strip().splitlines()
         raise RefusedSetting(
             f"{path} cannot be read as a checkpoint of plain types and tensors (nothing else is "
-            f"loaded, since that could run code): {type(error).__name__}. Give another one of the run.",
+            "loaded, since that could run code): check the run's report file, or the journal. "
+            f"torch says: {reason[0] if reason else error!r}",
             topic="unreadable-checkpoint",
         ) from None
     record = checkpoint.get("lightning_dp", {}) if isinstance(checkpoint, dict) else {}

@@ -32,7 +32,7 @@ from lightning_dp.accounting.steps import (
 # The numerical parts are loaded by the first ε that needs them: a callback is made, and a model is
 # refused, without.
 if TYPE_CHECKING:
-    from lightning_dp.accounting._grid import GridSearch
+    from lightning_dp.accounting._grid import GridSearch, Target
 
 _NEXT_TO_NOTHING = 1e-6  # a μ that needs no amplification, at which a grid would be fine beyond use
 _ANY_DELTA = 1e-5  # to see how large the losses are
@@ -114,8 +114,8 @@ class PLDAccountant(AbstractAccountant):
                 bound = min(bound, declared.simple_epsilon)  # δ may be just what they state
             if not (left > 0 and bound <= HUGE):
                 return bound
-        target = Target(log_delta=math.log(left))
-        return min(bound, self._search(declared).worst_direction(steps, target, relation))
+        search = self._search(declared, relation, Target(log_delta=math.log(left)))
+        return min(bound, search.worst_direction(steps))
 
     def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
         from lightning_dp.accounting._grid import Target
@@ -124,12 +124,12 @@ class PLDAccountant(AbstractAccountant):
         check_relation(relation)
         checked = CheckedHistory.of(history)
         steps, declared = checked.steps, Declared.of(checked.external(relation), relation)
-        search = self._search(declared)
+        search = self._search(declared, relation, target)
         if not declared.is_empty:
             bound = RenyiCurve(steps, relation, declared).delta(epsilon)
             if self._needs_no_grid(steps, declared.without_delta, _ANY_DELTA, relation):
                 return bound
-            pure = search.worst_direction(steps, target, relation)
+            pure = search.worst_direction(steps)
             alone = steps.counts.size == 0 and declared.simple_epsilon <= epsilon
             return min(bound, declared.with_all(pure), declared.lost if alone else 1.0)
         if steps.counts.size == 0:
@@ -140,7 +140,7 @@ class PLDAccountant(AbstractAccountant):
         if self._needs_no_grid(steps, declared, _ANY_DELTA, relation):
             quick = RenyiCurve(steps, relation).delta(epsilon)
             return min(without, quick, LittleNoise.of(steps, relation).delta(epsilon))
-        return min(without, search.worst_direction(steps, target, relation))
+        return min(without, search.worst_direction(steps))
 
     def curve(
         self,
@@ -150,7 +150,7 @@ class PLDAccountant(AbstractAccountant):
         relation: Relation = "add_remove",
         spent: History = (),
     ) -> FloatArray:
-        from lightning_dp.accounting._grid import CurveSearch, Run
+        from lightning_dp.accounting._grid import CurveSearch, Run, Target
 
         declared = Declared.of(CheckedHistory.of(spent).external(relation), relation)
         run = Run.of(plan, lengths, [each for each in spent if each[0].is_gaussian])
@@ -158,16 +158,17 @@ class PLDAccountant(AbstractAccountant):
         is_little = mu_of(steps, relation) < _NEXT_TO_NOTHING
         if is_little or not left > 0 or self._needs_no_grid(steps, declared, delta, relation):
             return super().curve(plan, lengths, delta, relation, spent)
-        values = CurveSearch(self._search(declared), left, relation).values(run)
+        search = self._search(declared, relation, Target(log_delta=math.log(left)))
+        values = CurveSearch(search, left).values(run)
         if declared.is_empty:
             return values
         return np.maximum(values, self.epsilon(spent, delta, relation))  # also of no step
 
-    def _search(self, declared: Declared) -> GridSearch:
+    def _search(self, declared: Declared, relation: Relation, target: Target) -> GridSearch:
         """Return the search for a grid, with declared guarantees next to all steps."""
         from lightning_dp.accounting._grid import GridSearch
 
-        return GridSearch(self.rtol, self.spacing, declared.nodes)
+        return GridSearch(self.rtol, self.spacing, declared.nodes, relation, target)
 
     def _needs_no_grid(
         self, steps: Steps, declared: Declared, delta: float, relation: Relation

@@ -186,31 +186,6 @@ def check_plan(plan: object) -> None:
         )
 
 
-class PlannedSteps:
-    """The first steps of a plan, kept as far as they were asked for.
-
-    Args:
-        plan: one event for all steps, or a function from the step to its event.
-    """
-
-    def __init__(self, plan: EventPlan) -> None:
-        self._plan = plan
-        self._noise = np.zeros(0)
-        self._rates = np.zeros(0)
-
-    def first(self, n: int) -> Steps:
-        """Return the first ``n`` steps, merged."""
-        if isinstance(self._plan, AbstractEvent):
-            z, q = self._plan.pair
-            return merge_arrays(np.array([z]), np.array([q]), np.array([float(n)]))
-        known = self._noise.size
-        if n > known:
-            noise, rates = pairs_of(self._plan, known, n)
-            self._noise = np.append(self._noise, noise)
-            self._rates = np.append(self._rates, rates)
-        return merge_arrays(self._noise[:n], self._rates[:n])
-
-
 def pairs_of(
     plan: AbstractPairPlan | Callable[[int], AbstractEvent], first: int, last: int
 ) -> tuple[FloatArray, FloatArray]:

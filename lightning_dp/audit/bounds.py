@@ -17,20 +17,6 @@ from lightning_dp._validate import number, whole
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.events import AbstractEvent, History
 
-__all__ = [
-    "Errors",
-    "FloatArray",
-    "StepKind",
-    "largest_noise_scale",
-    "least_misses_in_run",
-    "least_misses_in_steps",
-    "log_ratio",
-    "one_run_epsilon",
-    "one_run_p_value",
-    "step_threshold",
-    "upper_rate",
-]
-
 FloatArray = NDArray[np.float64]
 
 LEAST_SCALE = 1e-2  # less noise than this part of what is claimed counts as none

@@ -135,11 +135,7 @@ class AbstractGradientEngine(ABC):
 
     @abstractmethod
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-        """Start watching.
-
-        Args:
-            module: the whole model.
-            params: the parameters that are trained, in the order of flat vectors.
+        """Start watching a whole model; ``params`` are trained, in the order of flat vectors.
 
         Raises:
             UnsupportedModelError: naming the layers that cannot be handled, and the cure.
@@ -147,10 +143,10 @@ class AbstractGradientEngine(ABC):
 
     @abstractmethod
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
-        """Run the backward pass of a loss, in the place of ``loss.backward()``.
+        """Run the backward pass of a loss, the mean over the records, as ``loss.backward()`` does.
 
         Args:
-            loss: the mean over the records of the batch.
+            loss: of the last forward pass.
             keep_graph: the graph is going to be used once more.
             combined: the gradients will be combined with others at a point nearby, which takes
                 what they are made from.
@@ -181,12 +177,7 @@ class AbstractGradientEngine(ABC):
     _found: Callable[[float], AbstractPerSampleGradients] | None = None  # of a backward pass
 
     def take(self, scale: float) -> AbstractPerSampleGradients:
-        """Hand over, once, the per-sample gradients of the last backward pass.
-
-        The loss must have been the mean over the records of the batch.
-
-        Args:
-            scale: what to multiply with, to undo a division of the loss.
+        """Hand over, once, the per-sample gradients of the last backward pass, times ``scale``.
 
         Raises:
             UnsupportedModelError: if a parameter that was used has no gradient per record.
@@ -199,10 +190,7 @@ class AbstractGradientEngine(ABC):
         return found(scale)
 
     def along(
-        self,
-        run_again: Callable[[], Tensor],
-        direction: Tensor,
-        weights: tuple[float, float],
+        self, run_again: Callable[[], Tensor], direction: Tensor, weights: tuple[float, float]
     ) -> AbstractPerSampleGradients:
         """Return w g_i + w' H_i u of each record, from one more run.
 
@@ -270,12 +258,7 @@ class UncoveredParameterError(UnsupportedModelError):
 
 @contextmanager
 def as_unsupported(name: str, layer: nn.Module) -> Iterator[None]:
-    """Turn what code for gradients per record raises, inside, into a refusal that names the layer.
-
-    Args:
-        name: of the layer in the model.
-        layer: whose gradients they are.
-    """
+    """Turn what code for gradients per record raises, inside, into a refusal that names the layer."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):
@@ -295,11 +278,7 @@ def as_unsupported(name: str, layer: nn.Module) -> Iterator[None]:
 
 
 def number_of_records(rows_seen: Collection[int]) -> int:
-    """Return n from the numbers of rows that the layers saw; 0 if there are none.
-
-    Raises:
-        UnsupportedModelError: if they differ, since rows are not records then.
-    """
+    """Return n from the numbers of rows that the layers saw, which must agree; 0 if there are none."""
     if len(set(rows_seen)) > 1:
         raise UnsupportedModelError(
             "Some layers see more rows than there are records (the model folds another dimension "
@@ -312,11 +291,7 @@ def number_of_records(rows_seen: Collection[int]) -> int:
 
 
 def refuse_sharded(module: nn.Module) -> None:
-    """Refuse models of which each process holds a part: forward passes use other parameters.
-
-    Raises:
-        UnsupportedModelError: naming the parameters or modules, and the cure.
-    """
+    """Refuse models of which each process holds a part: forward passes use other parameters."""
     named = module.named_parameters()
     names = [name for name, param in named if type(param.data).__name__ == "DTensor"]
     names += [
@@ -350,11 +325,7 @@ def _is_of_fsdp(name: str, part: nn.Module) -> bool:
 
 
 def refuse_special(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-    """Refuse trained modules of TorchScript and parameters of special classes (quantised ones, say).
-
-    Raises:
-        UnsupportedModelError: naming them and the cure.
-    """
+    """Refuse trained modules of TorchScript and parameters of special classes (quantised ones, say)."""
     for name, part in module.named_modules():
         is_trained = any(param.requires_grad for param in part.parameters())
         if is_trained and isinstance(part, torch.jit.ScriptModule):
@@ -382,11 +353,7 @@ def refuse_special(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
 
 
 def refuse_complex(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-    """Refuse trained parameters with complex values: their gradients take conjugates, which no rule does.
-
-    Raises:
-        UnsupportedModelError: naming them and the cure.
-    """
+    """Refuse trained complex parameters: their gradients take conjugates, which no rule does."""
     trained = {id(param) for param in params}
     named = module.named_parameters()
     names = [name for name, param in named if id(param) in trained and param.is_complex()]
@@ -419,16 +386,7 @@ def _dimensions(layer: nn.Module) -> int:
 
 
 def refuse_without_records(name: str, layer: nn.Module, given: Any) -> None:
-    """Refuse a call whose input has no dimension for records.
-
-    Args:
-        name: of the layer in the model.
-        layer: is called.
-        given: its first input.
-
-    Raises:
-        UnsupportedModelError: naming the layer and the cure.
-    """
+    """Refuse a call of a layer whose first input has no dimension for records."""
     if isinstance(given, Tensor) and given.dim() < (least := _dimensions(layer)):
         raise UnsupportedModelError(
             f"{name or 'The module'} ({type(layer).__name__}) was called with a tensor of "

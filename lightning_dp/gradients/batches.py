@@ -110,11 +110,7 @@ class SampleBatch:
     layout: Layout = DEFAULT_LAYOUT
 
     def check(self) -> None:
-        """Refuse a batch that cannot be taken apart.
-
-        Raises:
-            UnsupportedModelError: if some part of it has no entry for each sample.
-        """
+        """Refuse a batch of which some part has no entry for each sample."""
         known = self.layout.holds_samples
         if known and len(known) != len(self._leaves):
             raise UnsupportedModelError(_OTHER_LEAVES, topic="rows-and-records")
@@ -147,11 +143,7 @@ class SampleBatch:
 
     @property
     def singles(self) -> Sequence[Any]:
-        """Batches of one sample each.
-
-        Raises:
-            UnsupportedModelError: as :meth:`check`.
-        """
+        """Batches of one sample each; refused as in :meth:`check`."""
         if isinstance(self.value, Singles):
             return self.value
         if self.size < 2:
@@ -221,13 +213,7 @@ def _is_collated(leaf: Leaf) -> bool | None:
 
 
 def map_leaves(batch: Any, function: Callable[[Any], Any], *, rows: bool = False) -> Any:
-    """Return the same nesting in new containers, with each leaf replaced; the batch is unchanged.
-
-    Args:
-        batch: anything.
-        function: of a leaf.
-        rows: a list in which nothing is a container or a tensor is one leaf.
-    """
+    """Return the same nesting in new containers, with leaves replaced; ``rows`` as in :func:`leaves`."""
     if rows and _is_row(batch):
         return function(batch)
     if isinstance(batch, Mapping):
@@ -248,11 +234,7 @@ def map_leaves(batch: Any, function: Callable[[Any], Any], *, rows: bool = False
 
 
 def leaves(batch: Any, *, rows: bool = False) -> list[Leaf]:
-    """Return the leaves in their order.
-
-    Args:
-        batch: anything.
-        rows: a list in which nothing is a container or a tensor is one leaf.
+    """Return the leaves in order; with ``rows`` a list without containers or tensors in it is one leaf.
 
     Example:
         >>> leaves({"x": [1.0, "a"], "y": ()})

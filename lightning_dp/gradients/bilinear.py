@@ -88,11 +88,7 @@ class AbstractForm(ABC):
     def rows_in(
         self, v: Tensor, u: Tensor, memory: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the same, and the squared norms where they are known by the way.
-
-        Args:
-            memory: gives a tensor for the rows, of memory that is used again from step to step.
-        """
+        """Return the same in memory that is used again, and squared norms where they are a by-product."""
         return self.rows(v, u), None
 
     def prefers_rows(self, v: Tensor, u: Tensor) -> bool:
@@ -106,11 +102,7 @@ class AbstractForm(ABC):
     def add_weighted_sum(
         self, v: Tensor, u: Tensor, weights: Tensor, onto: Tensor, *, is_new: bool = False
     ) -> None:
-        """Add it to a flat vector, which may be of another precision.
-
-        Args:
-            is_new: what stands in the vector counts for nothing, NaN too.
-        """
+        """Add it to a flat vector of any precision; what stands in a new one counts for nothing."""
         total = self.weighted_sum(v, u, weights).reshape(-1)
         if is_new:
             onto.copy_(total)
@@ -153,12 +145,7 @@ class AbstractForm(ABC):
         return uses if moved is None else [*uses, Use(self, moved, weights[1] * u[0])]
 
     def entries(self, v: Tensor, u: Tensor, shape: torch.Size, places: Tensor) -> Tensor:
-        """Return f(v_i, u_i) of each record at some places of the flat parameter: shape (n, k).
-
-        Args:
-            shape: of the parameter.
-            places: k of them.
-        """
+        """Return f(v_i, u_i) at k places of the flat parameter, which has this shape: shape (n, k)."""
         return in_slices(lambda *vu: _at(self.rows(*vu), places), 4 * shape.numel(), v, u)
 
     def lengths(self, v: Tensor, u: Tensor) -> Tensor:

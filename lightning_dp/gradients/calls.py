@@ -33,12 +33,7 @@ T = TypeVar("T")
 
 
 class KeptInputs:
-    """The inputs of a call, as they are.
-
-    Args:
-        inputs: of the call.
-        output: of the call.
-    """
+    """The inputs of a call, as they are."""
 
     def __init__(self, inputs: Sequence[Tensor], output: Tensor | None = None) -> None:
         self._inputs = tuple(inputs)
@@ -77,11 +72,7 @@ class Call:
     name: str = ""
 
     def take_inputs(self, *, keep: bool = False) -> tuple[Tensor, ...]:
-        """Hand over the inputs. Raises if they are not what they were.
-
-        Args:
-            keep: they are taken once more; else they are not held any longer.
-        """
+        """Hand over the inputs, unless one was overwritten; without ``keep`` they are free then."""
         if (inputs := self.inputs.take(keep=keep)) is None:
             raise UnsupportedModelError(
                 f"The input of {self.name or 'the module'} ({type(self.layer).__name__}) was "
@@ -91,11 +82,7 @@ class Call:
         return inputs
 
     def uses(self, *tensors: Tensor) -> Uses:
-        """Return every parameter with its use in this call.
-
-        Args:
-            tensors: the inputs, and the gradient of the output.
-        """
+        """Return every parameter with its use, from the inputs and the gradient of the output."""
         *inputs, u = map(at_least_float32, tensors)
         uses = self.rule(self.layer, *inputs, u if self.shape is None else u.reshape(self.shape))
         return uses if self.folding is None else uses_of_records(uses, self.folding)
@@ -173,9 +160,7 @@ class CallSums:
     """The gradients of all parameters per record, from the calls of one backward pass.
 
     Args:
-        params: the trained parameters, in the order of flat vectors.
-        memory: as for :class:`ParameterGradients`.
-        combined: as for :meth:`ParameterGradients.add`.
+        params, memory, combined: as for :class:`ParameterGradients`.
         trained: returns the parameter for which a tensor stands.
     """
 
@@ -269,9 +254,6 @@ def run_along(
     Every tensor that is computed inside carries its derivative along the direction, those of a
     backward pass too (forward-over-reverse; run it with ``create_graph=True``, since some fused
     backward kernels have no derivative).
-
-    Raises:
-        UnsupportedModelError: if an operation of the model has no derivative in forward mode.
     """
     names = {id(param): f"module.{name}" for name, param in module.named_parameters()}
     parts = unflatten(direction.to(params[0].device), params)
@@ -310,12 +292,6 @@ class DualSums(CallSums):
 
     Where a rule is known, the gradient is a bilinear form of tensors that carry their derivatives along
     the direction, so that its own is two uses of the same form (:meth:`AbstractForm.along`).
-
-    Args:
-        params: the trained parameters, in the order of flat vectors.
-        memory: as for :class:`ParameterGradients`.
-        duals: in the places of the parameters.
-        weights: w and w'.
     """
 
     def __init__(

@@ -24,9 +24,9 @@ class CountedGradients(PerSampleGradients):
     Both parts depend on record i alone, and
     :math:`\|v_i\|^2 = \|\mathrm{clip}_C(g_i)\|^2 + κ^2 C^2 \le C^2 (1 + κ^2)`, so clipping v_i to
     C' = C√(1 + κ²) leaves it as it is: :func:`~lightning_dp.boundary.bounded_sum` for C' is the sum of
-    the v_i, and its bound does not depend on this class. :func:`~lightning_dp.boundary.add_noise` adds
-    N(0, z²C'²I) to all d + 1 entries: that is the Gaussian mechanism with multiplier z, one event, for
-    add/remove (and zero-out) of a record. Replacing one moves the sum by at most 2C', as it moves a
+    the v_i, whose norms are told as those of any gradients. :func:`~lightning_dp.boundary.add_noise`
+    adds N(0, z²C'²I) to all d + 1 entries: that is the Gaussian mechanism with multiplier z, one event,
+    for add/remove (and zero-out) of a record. Replacing one moves the sum by at most 2C', as it moves a
     sum of gradients by at most 2C. So the charge for z is honest, and the price of the count is noise
     that is √(1 + κ²) times as long in the gradient. A c_i of ±1 instead of 1 and 0 halves the noise
     of the share: with B expected records it is (1 + Σ c_i / B) / 2, since their number is B on average.

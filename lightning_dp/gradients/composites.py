@@ -239,12 +239,9 @@ class _Layer:
     def __call__(
         self, x: Tensor, state: State, goes_on: Sequence[Tensor] | None
     ) -> tuple[Tensor, State]:
-        """Return the outputs of all steps, shape (B, T, width), and the last state.
+        """Return the outputs of all steps (B, T, width), and the last state, for x (B, T, features).
 
-        Args:
-            x: shape (B, T, features).
-            state: before the first step.
-            goes_on: for each step which sequences have it, shape (B, 1); None if all do.
+        ``goes_on`` tells for each step which sequences have it, shape (B, 1).
         """
         is_first = not x.requires_grad
         inputs, hidden, projection = self.values

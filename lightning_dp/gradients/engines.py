@@ -119,11 +119,6 @@ class EngineChoice:
         return not self._rung.runs_whole_batch
 
     @property
-    def is_last(self) -> bool:
-        """True if records run one after the other, which everything else is below."""
-        return self._rung is _ONE_BY_ONE
-
-    @property
     def _rung(self) -> Rung:
         return self._rungs[len(self._reasons)]
 
@@ -137,11 +132,7 @@ class EngineChoice:
         return f"{self._rung.name}, since {above.name} does not cover this model: {why}"
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> AbstractGradientEngine:
-        """Return the first engine from here on that can handle the model, watching it.
-
-        Raises:
-            UnsupportedModelError: if there is none.
-        """
+        """Return the first engine from here on that can handle the model, watching it, or refuse it."""
         refuse_special(module, params)
         refuse_other_shards(module, params)
         while True:
@@ -167,18 +158,8 @@ class EngineChoice:
         self._reasons = (*self._reasons, reason.plain())
         return True
 
-    def here(self) -> EngineChoice:
-        """Return a choice of the engine in use alone."""
-        alone = copy.copy(self)
-        alone._rungs, alone._reasons = (self._rung,), ()
-        return alone
-
     def whole_batch(self) -> EngineChoice:
-        """Return a choice among the engines from here on that run the whole batch at once.
-
-        Raises:
-            UnsupportedModelError: if there is none.
-        """
+        """Return a choice among the engines from here on that run the whole batch, or refuse it."""
         able = [rung for rung in self._from_here if rung.runs_whole_batch]
         if not able:
             raise UnsupportedModelError(_WHOLE.format(self._rung.name), topic="engines")

@@ -294,7 +294,9 @@ class GhostGradients(AbstractPerSampleGradients):
 
         def add(place: int, records: slice, gradients: ParameterGradients) -> None:
             again, first = gradients.squared_norms(), self._squares[place][records]
-            shares = where_used(_no_longer(again, first), weights.device)
+            # Where norms are larger now, they are brought back to the first ones.
+            ratio = (first / again).sqrt().nan_to_num(nan=0.0, posinf=0.0)
+            shares = where_used(torch.where(again <= first, 1.0, ratio), weights.device)
             own, kept, left_out = without_zeros(weights[records] * shares)
             gradients.add_weighted_sum(own.to(dtype), parts[place], kept, left_out)
 
@@ -306,12 +308,7 @@ class GhostGradients(AbstractPerSampleGradients):
     def restrict(self, coordinates: Tensor) -> MaterialisedGradients:
         chosen = list(places_in(coordinates, self._params))
         parts = [
-            torch.zeros(
-                self._count,
-                len(places),
-                dtype=torch.promote_types(param.dtype, torch.float32),
-                device=param.device,
-            )
+            flat_zeros([param], self._count * len(places)).view(self._count, len(places))
             for param, places in zip(self._params, chosen, strict=True)
         ]
 
@@ -330,9 +327,3 @@ class GhostGradients(AbstractPerSampleGradients):
         return GhostGradients(
             self._params, self._passes, self._squares, weight * self._scale, keep=True
         )
-
-
-def _no_longer(again: Tensor, first: Tensor) -> Tensor:
-    """Return what brings squared norms back to the first ones, where they are larger now; else 1."""
-    ratio = (first / again).sqrt().nan_to_num(nan=0.0, posinf=0.0)
-    return torch.where(again <= first, 1.0, ratio)

@@ -58,11 +58,7 @@ class Survey:
 
 
 def nodes(root: Any) -> Iterator[Any]:
-    """Yield every node of a graph once.
-
-    Args:
-        root: the node where to begin, ``loss.grad_fn``.
-    """
+    """Yield every node of a graph once, from ``loss.grad_fn`` on."""
     seen, stack = set(), [root]
     while stack:
         node = stack.pop()
@@ -73,11 +69,7 @@ def nodes(root: Any) -> Iterator[Any]:
 
 
 def in_order(root: Any) -> Order:
-    """Return the nodes of a graph with the nodes that feed each, these first.
-
-    Args:
-        root: the node where to begin, ``loss.grad_fn``.
-    """
+    """Return the nodes of a graph with the nodes that feed each, these first."""
     order: Order = {}
     stack = [] if root is None else [(root, root.next_functions)]
     while stack:
@@ -103,14 +95,12 @@ def survey(root: Any, calls: Collection[Any]) -> Survey:
     A transpose, a cast or a norm of a parameter alone is still the parameter; the node that brings
     it together with something else is one use of it, and so is a recorded call of a layer. A layer
     uses each of its parameters once in each call, so any other count than that of the recorded
-    calls tells of a use that nobody recorded.
+    calls tells of a use that nobody recorded. Reentrant activation checkpoints, inside of which
+    nothing is seen, are refused.
 
     Args:
         root: the node where to begin, ``loss.grad_fn``.
         calls: the nodes of the outputs of recorded layer calls.
-
-    Raises:
-        UnsupportedModelError: for a reentrant activation checkpoint, inside of which nothing is seen.
     """
     found, uses = Survey(), list[int | None]()
     owner: dict[Any, int | None] = {}  # of each node: the only parameter it depends on, if any
@@ -173,14 +163,7 @@ def _signed(number: int) -> int:
 
 
 def refuse_reentrant(root: Any) -> None:
-    """Refuse a graph with reentrant activation checkpoints: each goes back by itself inside.
-
-    Args:
-        root: the node where to begin, ``loss.grad_fn``.
-
-    Raises:
-        UnsupportedModelError: with the cure.
-    """
+    """Refuse a graph with reentrant activation checkpoints: each goes back by itself inside."""
     if any(type(node) is _REENTRANT for node in nodes(root)):
         raise _reentrant()
 

@@ -38,6 +38,15 @@ _OTHER_ORDER = (
     "first dimension), so that a row is not the same record everywhere. Leave the records in the order "
     "in which they came."
 )
+_EXCHANGED = (
+    "{} ({}) was called with other parameters than its own (torch.func.functional_call, or a hook that "
+    "replaces them). Call it as it is, or freeze it with requires_grad_(False)."
+)
+_NO_TENSORS = (
+    "The layer {} ({}) itself has parameters, and something else than tensors goes in (or by name) or "
+    "comes out. Give the parameters to a separate layer, called with tensors by position and returning "
+    "one tensor."
+)
 _TENSORS = frozenset((Tensor, nn.Parameter))
 
 
@@ -45,13 +54,9 @@ class Recorder:
     """Forward hooks that record every call of a layer with trained parameters.
 
     Args:
-        module: the whole model.
-        params: the trained parameters.
+        module, params: as for :meth:`AbstractGradientEngine.attach`.
         keeps: holds the inputs of a call.
         units: layers of no known type run again for each record.
-
-    Raises:
-        UnsupportedModelError: naming a layer of which no rule is known, and the cure.
     """
 
     def __init__(
@@ -75,7 +80,7 @@ class Recorder:
         rules = _rules_of_layers(module, trained, units)
         # Along a direction other tensors stand in the places of the parameters.
         self._held = {layer: tuple(layer._parameters.values()) for layer in rules}
-        self._used = {layer: _used_by_a_call(layer) for layer in rules}
+        self._used = {layer: [id(param) for param in _used_by(layer)] for layer in rules}
         self._hooks = ModuleHooks()
         for layer, rule in rules.items():  # before the user's hooks, which may change the output
             register = partial(layer.register_forward_hook, prepend=True, with_kwargs=True)
@@ -127,31 +132,23 @@ class Recorder:
         kwargs: dict[str, Any],
         output: Any,
     ) -> None:
+        name = self._names[layer]
         if self._what == "nothing" or not torch.is_grad_enabled():
             return
-        if self._is_exchanged(layer):
-            self._ignore(layer, output)
+        if self._is_exchanged(layer):  # the loss must not depend on it
+            if isinstance(output, Tensor) and output.grad_fn is not None:
+                self._unseen[output.grad_fn] = _EXCHANGED.format(
+                    name or "The module", type(layer).__name__
+                )
         elif kwargs or not args or not _are_tensors((*args, output)):
-            problem = (
-                f"The layer {self._names[layer] or 'of the whole module'} "
-                f"({type(layer).__name__}) itself has parameters, and something else "
-                "than tensors goes in (or by name) or comes out. Give the parameters to a separate "
-                "layer, called with tensors by position and returning one tensor."
-            )
+            problem = _NO_TENSORS.format(name or "of the whole module", type(layer).__name__)
             self._problem = UnsupportedModelError(problem, topic="unsupported-layer")
         elif output.requires_grad:
-            self._note(layer, rule, args, output)
-
-    def _note(
-        self, layer: nn.Module, rule: Rule | None, given: tuple[Tensor, ...], output: Tensor
-    ) -> None:
-        name = self._names[layer]
-        refuse_without_records(name, layer, given[0])
-        rule = unit_rule(layer) if rule is None else rule
-        inputs = [x if self._what == "duals" else x.detach() for x in given]
-        call = Call(rule, layer, self._keeps(inputs, output), get_gradient_edge(output), name=name)
-        call.folding = folding_in_force()
-        self._calls.append(call)
+            refuse_without_records(name, layer, args[0])
+            rule = unit_rule(layer) if rule is None else rule
+            inputs = [x if self._what == "duals" else x.detach() for x in args]
+            kept, edge = self._keeps(inputs, output), get_gradient_edge(output)
+            self._calls.append(Call(rule, layer, kept, edge, folding=folding_in_force(), name=name))
 
     def _is_exchanged(self, layer: nn.Module) -> bool:
         """Return whether other tensors are in the places of a layer's parameters now."""
@@ -160,15 +157,6 @@ class Recorder:
             return False
         self.whole.look(layer)  # the whole parameters may be there, in the places of shards
         return not _are_same(map(self.whole.trained, layer._parameters.values()), held)
-
-    def _ignore(self, layer: nn.Module, output: Any) -> None:
-        """Remember a call with other parameters than the layer's own: the loss must not depend on it."""
-        if isinstance(output, Tensor) and output.grad_fn is not None:
-            self._unseen[output.grad_fn] = (
-                f"{self._names[layer] or 'The module'} ({type(layer).__name__}) was called with "
-                "other parameters than its own (torch.func.functional_call, or a hook that replaces "
-                "them). Call it as it is, or freeze it with requires_grad_(False)."
-            )
 
     def used_by(self, call: Call) -> set[int]:
         """Return the parameters that a call uses, by ``id``."""
@@ -179,12 +167,7 @@ class Recorder:
         return {call.edge.node for call in self._calls} | self._unseen.keys()
 
     def take(self, loss: Tensor) -> list[Call]:
-        """Hand over the recorded calls that the loss depends on, if they are all that it depends on.
-
-        Raises:
-            UnsupportedModelError: if a call was not understood, or rows are in another order later.
-            UncoveredParameterError: if a parameter is used outside of them.
-        """
+        """Hand over the recorded calls that the loss depends on; refuse all else that it depends on."""
         calls, problem, unseen, outputs = self._calls, self._problem, self._unseen, self.outputs()
         self.drop()
         if problem is not None:
@@ -224,12 +207,12 @@ def _are_tensors(given: Sequence[Any]) -> bool:
     return _TENSORS.issuperset(map(type, given)) or all(isinstance(x, Tensor) for x in given)
 
 
-def _used_by_a_call(layer: nn.Module) -> list[int]:
-    """Return the ids of the parameters that one call uses; one that is weight and bias is used twice."""
+def _used_by(layer: nn.Module) -> list[Any]:
+    """Return the parameters that one call uses; one that is weight and bias is used twice."""
     if rule_of(layer) is None:
-        return [id(param) for param in own_parameters(layer)]
+        return list(own_parameters(layer))
     found = (getattr(layer, name, None) for name in ("weight", "bias"))
-    return [id(param) for param in found if param is not None]
+    return [param for param in found if param is not None]
 
 
 def _rules_of_layers(

@@ -91,10 +91,7 @@ class OneByOne(AbstractGradientEngine):
         return self._flat(found)
 
     def along(
-        self,
-        run_again: Callable[[], Tensor],
-        direction: Tensor,
-        weights: tuple[float, float],
+        self, run_again: Callable[[], Tensor], direction: Tensor, weights: tuple[float, float]
     ) -> AbstractPerSampleGradients:
         self._along = direction, weights
         try:
@@ -114,28 +111,29 @@ class OneByOne(AbstractGradientEngine):
             for gradient, part in zip(first, parts, strict=True)
             if gradient is not None and gradient.requires_grad
         ]
-        second = self._derivatives(products)
-        return weights[0] * self._flat(first) + weights[1] * self._flat(second)
-
-    def _derivatives(self, products: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Return the gradient of a sum; where the first gradients are constants, nothing."""
-        if not products:
-            return [None] * len(self._params)
-        total = torch.stack(list(products)).sum()
-        if _has_error_node(total):
+        if not products:  # the first gradients are constants
+            return weights[0] * self._flat(first)
+        total = torch.stack(products).sum()
+        # A node of a part without derivative (``once_differentiable``): autograd raises only where it
+        # needs that part, and goes on without it otherwise.
+        if any(node.name().endswith("Error") for node in nodes(total.grad_fn)):
             raise UnsupportedModelError(_NO_SECOND, topic="hessian-products")
         try:
-            return torch.autograd.grad(total, self._params, allow_unused=True)
+            second = torch.autograd.grad(total, self._params, allow_unused=True)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:  # and NotImplementedError
             raise UnsupportedModelError(_NO_SECOND, topic="hessian-products") from error
+        return weights[0] * self._flat(first) + weights[1] * self._flat(second)
 
     def _flat(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Return one vector, in at least float32, with zeros for what was not used."""
-        dtype = flat_dtype(self._params)
-        pairs = zip(self._params, gradients, strict=True)
-        return torch.cat([_entries(param, gradient).to(dtype) for param, gradient in pairs])
+        parts, dtype = [], flat_dtype(self._params)
+        for param, gradient in zip(self._params, gradients, strict=True):
+            dense = torch.zeros_like(param) if gradient is None else gradient
+            dense = dense.to_dense() if dense.is_sparse else dense
+            parts.append(real(dense.detach()).reshape(-1).to(dtype))
+        return torch.cat(parts)
 
     def drop(self) -> None:
         self._rows = self._losses = self._found = None
@@ -143,18 +141,3 @@ class OneByOne(AbstractGradientEngine):
     def detach(self) -> None:
         self.drop()
         self._params = ()
-
-
-def _has_error_node(tensor: Tensor) -> bool:
-    """Tell whether a part of the graph says that it has no derivative (``once_differentiable``).
-
-    Autograd raises only where it needs that part, and goes on without it otherwise.
-    """
-    return any(node.name().endswith("Error") for node in nodes(tensor.grad_fn))
-
-
-def _entries(param: Tensor, gradient: Tensor | None) -> Tensor:
-    if gradient is None:
-        return real(torch.zeros_like(param)).reshape(-1).detach()
-    dense = gradient.to_dense() if gradient.is_sparse else gradient
-    return real(dense.detach()).reshape(-1)

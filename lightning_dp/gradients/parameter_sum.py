@@ -7,24 +7,19 @@ from dataclasses import replace
 from functools import partial, reduce
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._world import held_here, sum_into_shard
 from lightning_dp.functional import (
     flat_memory,
-    flat_zeros,
     full_precision,
-    has_float64,
     parts_of,
-    real,
     squared_row_norms,
     where_used,
 )
 from lightning_dp.gradients.base import (
-    ALONE,
     AbstractPerSampleGradients,
-    UnsupportedModelError,
     number_of_records,
 )
 from lightning_dp.gradients.bilinear import Rows, Use, above_rounding, in_slices
@@ -36,9 +31,7 @@ __all__ = [
     "ParameterGradients",
     "ScratchPool",
     "at_least_float32",
-    "check_sum",
     "places_in",
-    "plain_gradients",
     "restricted",
     "without_zeros",
 ]
@@ -50,11 +43,7 @@ _KEEP_BYTES = 64 << 20
 
 
 class Allowance:
-    """Memory that the gradients of all records may take, beyond what they are made from, in one pass.
-
-    Args:
-        left: in bytes.
-    """
+    """Bytes that gradients of all records may take, beyond what they are made from, in one pass."""
 
     def __init__(self, left: int | None = None) -> None:
         self.left = _KEEP_BYTES if left is None else left
@@ -124,10 +113,8 @@ class ParameterGradients:
     def add(self, use: Use, *, combined: bool) -> None:
         """Count in one more use.
 
-        Args:
-            combined: the gradients will be combined with others at a point nearby. Else those of
-                all records may stand for what they are made from, where they are smaller, or save
-                time; differences between two points would lose digits.
+        Unless ``combined`` with others at a point nearby, where differences would lose digits, the
+        gradients of all records may stand for what they are made from, if smaller or quicker.
         """
         if not (combined or isinstance(use.form, Rows)) and self._is_made_at_once(use):
             use = self._made(use)
@@ -263,21 +250,17 @@ class ParameterGradients:
         others: Sequence[tuple[float, ParameterGradients]],
         allowance: Allowance | None = None,
     ) -> ParameterGradients:
-        """Return per record ``weight * g + Σ weight_k * g_k``; the others at other points.
-
-        Args:
-            weight: of these.
-            others: with their weights.
-            allowance: of the result.
-        """
+        """Return per record ``weight * g + Σ weight_k * g_k``; the others at other points."""
         uses = [_times(use, weight) for use in _joined(self.uses) if weight]
         for other_weight, other in others:
             new = [_times(use, other_weight) for use in _joined(other.uses)]
-            if len(new) == len(uses):
-                pairs = zip(uses, new, strict=True)
-                uses = [part for pair in pairs for part in _both(*pair)]
-            else:
+            if len(new) != len(uses):
                 uses += new
+                continue
+            pairs, uses = zip(uses, new, strict=True), []
+            for a, b in pairs:
+                are_alike = a.form == b.form and a.v.shape == b.v.shape and a.u.shape == b.u.shape
+                uses += a.form.both(a, b) if are_alike else [a, b]
         return ParameterGradients(uses, self._shape, self._memory, allowance)
 
 
@@ -301,14 +284,6 @@ def _times(use: Use, weight: float) -> Use:
     return use if weight == 1 else replace(use, u=use.u * weight)
 
 
-def _both(here: Use, there: Use) -> list[Use]:
-    """Return the sum of two uses, at different points."""
-    alike = here.form == there.form and here.v.shape == there.v.shape
-    if not alike or here.u.shape != there.u.shape:
-        return [here, there]
-    return here.form.both(here, there)
-
-
 class BookkeptGradients(AbstractPerSampleGradients):
     """Gradients per record that are never made: for each parameter, what its layers saw and got back.
 
@@ -319,10 +294,7 @@ class BookkeptGradients(AbstractPerSampleGradients):
     """
 
     def __init__(
-        self,
-        params: Sequence[Tensor],
-        gradients: Sequence[ParameterGradients | None],
-        scale: float,
+        self, params: Sequence[Tensor], gradients: Sequence[ParameterGradients | None], scale: float
     ) -> None:
         self._params, self._gradients = params, gradients
         self._used = [gradient for gradient in gradients if gradient is not None]
@@ -336,11 +308,7 @@ class BookkeptGradients(AbstractPerSampleGradients):
         return self._count
 
     def of(self, records: Tensor) -> BookkeptGradients:
-        """Return the same for some of the records, in their order; nothing is computed.
-
-        Args:
-            records: which ones.
-        """
+        """Return the same for some of the records, in their order; nothing is computed."""
         parts = [None if each is None else each.of(records) for each in self._gradients]
         # The mean is still over all of them.
         scale = self._scale * self._count / max(1, len(records))
@@ -474,67 +442,3 @@ def places_in(coordinates: Tensor, params: Sequence[Tensor]) -> Iterator[Tensor]
     cuts = torch.searchsorted(coordinates.contiguous(), ends).tolist()
     for param, end, start, stop in zip(params, ends.tolist(), [0, *cuts], cuts, strict=False):
         yield (coordinates[start:stop] - (end - param.numel())).to(param.device)
-
-
-# -- the sum and the loss -------------------------------------------------------------------------
-
-
-def plain_gradients(loss: Tensor, params: Sequence[nn.Parameter]) -> Tensor | None:
-    """Return the gradient of the loss by plain autograd, as a flat vector; the graph stays.
-
-    None where it cannot be computed during another backward pass: of reentrant checkpoints.
-    """
-    try:
-        found = list(torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True))
-    except RuntimeError:
-        return None
-    flat = flat_zeros(params)
-    for part in reversed(list(parts_of(flat, params))):
-        if (own := found.pop()) is not None:  # and is freed: there are never two of all
-            part.copy_(real(own.to_dense() if own.is_sparse else own).reshape(-1))
-    return flat
-
-
-def check_sum(
-    found: AbstractPerSampleGradients,
-    plain: Tensor,
-    params: Sequence[nn.Parameter],
-    names: Sequence[str],
-) -> None:
-    r"""Refuse gradients of n records with :math:`\sum_i g_i \ne n \nabla \ell`, for the mean loss ℓ.
-
-    A use of a parameter that the engine missed, or counted twice, shows here whatever it was.
-
-    Args:
-        found: the g_i.
-        plain: the gradient of ℓ, whose memory is used.
-        params: the trained parameters.
-        names: theirs, in the same order.
-
-    Raises:
-        UnsupportedModelError: naming parameters for which they differ.
-    """
-    if not found.count:
-        return
-    twin = found.combine(1.0, ())  # a sum can be asked for once
-    lengths = float(twin.norms().sum())
-    if not lengths < float("inf"):
-        return
-    sizes = [found.count * float(part.norm()) for part in parts_of(plain, params)]
-    wide = torch.float64 if has_float64(params[0].device.type) else torch.float32
-    ones = torch.ones(found.count, dtype=wide, device=params[0].device)
-    twin.add_weighted_sum(ones, plain.mul_(-found.count))
-    wrong = []
-    parts = parts_of(plain, params)
-    for name, param, part, size in zip(names, params, parts, sizes, strict=True):
-        exact = 64 * torch.finfo(param.dtype).eps ** 0.5  # float32: 2 %; what was missed is more
-        if float(part.norm()) > exact * size + 1e-4 * lengths:
-            wrong.append(name)
-    if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise UnsupportedModelError(
-            f"{', '.join(wrong[:3])}{more}: the gradients of single records do not add up to the "
-            "gradient of the loss, so a use of these parameters was missed, or counted twice. Use "
-            f"them in their own layers, called as modules. {ALONE}",
-            topic="unseen-use",
-        )

@@ -26,7 +26,7 @@ from lightning_dp.gradients.base import (
 from lightning_dp.gradients.batches import is_differentiable, loss_in
 from lightning_dp.gradients.clip_count import CountedGradients
 from lightning_dp.gradients.engines import EngineChoice
-from lightning_dp.gradients.parameter_sum import BookkeptGradients, check_sum, plain_gradients
+from lightning_dp.gradients.parameter_sum import BookkeptGradients
 from lightning_dp.gradients.sharded import shards_at_point
 from lightning_dp.gradients.watched_model import NoLoss, WatchedModel, WrapEngine
 
@@ -128,8 +128,6 @@ class RecordPasses:
         quietly: given the engine in use, is entered around each run of a chunk, so that it leaves no
             trace in the model; yields what is entered around parts of a batch that run together.
         again: is entered around what runs once more since another engine takes over.
-        adds_up: refuse an engine whose gradients of records do not add up to that of the loss
-            (``check_sum``), by one more backward pass; for made-up records.
 
     Raises:
         UnsupportedModelError: if no engine can handle the model.
@@ -147,9 +145,8 @@ class RecordPasses:
         again: Callable[[], AbstractContextManager[None]] = nullcontext,
         wrap: WrapEngine = lambda engine: engine,
         loss_graph_check: bool = True,
-        adds_up: bool = False,
     ) -> None:
-        self._module, self._params, self._adds_up = module, params, adds_up
+        self._module, self._params = module, params
         self._is_sharded = any(map(is_sharded, params))
         self._quietly, self._again = quietly, again
         self.watched = WatchedModel(
@@ -229,21 +226,15 @@ class RecordPasses:
         return self._by_some_engine(chunk, lambda chunk: self._combined(query, chunk, first))
 
     def run(
-        self,
-        forward: Forward,
-        batch: Any,
-        size: int,
-        *,
-        combined: bool = False,
-        see: Callable[[Any], object] = id,
+        self, forward: Forward, batch: Any, size: int, *, combined: bool = False
     ) -> AbstractPerSampleGradients | None:
         """Return each record's gradient here; None if there is nothing to go back from.
 
         Args:
-            forward, batch, size, see: as in :class:`Replay`.
+            forward, batch, size: as in :class:`Replay`.
             combined: with the gradients of another pass.
         """
-        chunk = Replay(forward, batch, size, see=see)
+        chunk = Replay(forward, batch, size)
         return self._by_some_engine(chunk, lambda chunk: self._pass(chunk, Pass(), combined))
 
     def _by_some_engine(
@@ -304,27 +295,17 @@ class RecordPasses:
                     return self.watched.along(*run, each.direction, weights, around)
                 output = self.watched.run(*run, around)
                 chunk.see(output)
+                loss = loss_in(output)
+                if not is_differentiable(loss):
+                    return None
+                self.watched.check_loss(loss, chunk.size)
                 elsewhere = each.point is not None  # where nothing can be asked for after the pass
-                return self._back(loss_in(output), chunk.size, combined or elsewhere)
+                self.watched.backward(loss, combined=combined or elsewhere)
+                return self.watched.take()
             except NoLoss:
                 return None
             finally:
                 self.watched.drop()
-
-    def _back(self, loss: Any, size: int, combined: bool) -> AbstractPerSampleGradients:
-        if not is_differentiable(loss):
-            raise NoLoss
-        watched, plain = self.watched, None
-        watched.check_loss(loss, size)
-        if self._adds_up and not watched.engine.isolates:
-            with watched.engine.repeating():
-                plain = plain_gradients(loss, self._params)
-        watched.backward(loss, combined=combined)
-        found = watched.take()
-        if plain is not None:
-            names = {id(param): name for name, param in self._module.named_parameters()}
-            check_sum(found, plain, self._params, [names[id(param)] for param in self._params])
-        return found
 
     def _at(self, point: Tensor | None) -> AbstractContextManager[None]:
         """Return a context in which the parameters are those of a point; as they are, if it is None."""

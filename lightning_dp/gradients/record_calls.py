@@ -397,7 +397,7 @@ class CallRecorder(TorchFunctionMode):
         with outside():
             alias = {id(x): self._cut_off(x, is_leaf=is_first) for x in parts}
         args, kwargs = _map(lambda x: alias.get(id(x), x), (args, kwargs))
-        if name in _OF_THE_WHOLE_CALL and given is args[0]:
+        if name in _OF_THE_WHOLE_CALL and args and given is args[0]:
             with outside():
                 flat = v.reshape(-1, v.shape[-1]) if name == "linear" else v
                 raw = func(flat, *args[1:], **kwargs)
@@ -406,7 +406,12 @@ class CallRecorder(TorchFunctionMode):
                 shape: Sequence[int] = out.shape
                 out = out.unflatten(0, (self.n, b)) if b else out
         else:
-            out, edge = self._tapped(func(*args, **kwargs))
+            result = func(*args, **kwargs)
+            with outside():
+                out = rows(result)
+                if out._is_view():  # whose node leaves the graph when somebody writes into it
+                    out = out.clone()
+            edge = get_gradient_edge(out)
             shape = (self.n * b, *out.shape[2:]) if b else out.shape
         folding = methodcaller("unflatten", 0, (self.n, b)) if b > 1 else None
         self.record(use.rule, use.layer, v, edge, shape, is_first=is_first, folding=folding)
@@ -426,14 +431,6 @@ class CallRecorder(TorchFunctionMode):
         """Keep the activations of a call for its rule; the arguments are those of :class:`Call`."""
         inputs = KeptInputs((v if self.along else v.detach(),))
         self.calls.append(Call(rule, layer, inputs, edge, is_first, folding, shape))
-
-    def _tapped(self, out: Tensor) -> tuple[Tensor, GradientEdge]:
-        """Return the rows of an output, and where their gradient arrives."""
-        with outside():
-            raw = rows(out)
-            if raw._is_view():  # whose node leaves the graph when somebody writes into it
-                raw = raw.clone()
-        return raw, get_gradient_edge(raw)
 
     def _copied(self, func: Function, args: Any, kwargs: Any) -> Any:
         """Call any function with a copy of what comes from parameters for each sample."""

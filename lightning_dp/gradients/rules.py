@@ -45,13 +45,7 @@ Rule: TypeAlias = Callable[..., Uses]
 
 
 class FunctionLayer:
-    """The arguments of a function, which torch names as the attributes of a layer; else its defaults.
-
-    Args:
-        weight: of the layer.
-        bias: of the layer.
-        options: all others, by name.
-    """
+    """The arguments of a function, which torch names as the attributes of a layer; else its defaults."""
 
     padding_idx = max_norm = running_mean = None
     scale_grad_by_freq = sparse = False
@@ -259,13 +253,7 @@ _TABLE = (
 
 @dataclass(frozen=True, eq=False)
 class FunctionUse:
-    """A call of a function that uses parameters as a layer does.
-
-    Args:
-        rule: tells the uses.
-        layer: what the rule reads of a layer.
-        input: the activations.
-    """
+    """A call of a function that uses parameters as a layer does: its rule, and what that reads."""
 
     rule: Rule
     layer: FunctionLayer
@@ -319,14 +307,7 @@ def own_parameters(layer: nn.Module) -> list[nn.Parameter]:
 
 
 def refuse_options(name: str, layer: nn.Module, *, has_rule: bool, has_own: bool) -> None:
-    """Refuse a layer whose gradient no rule tells, or under whose options it is not what its rule says.
-
-    Args:
-        name: of the layer in the model.
-        layer: has trained parameters, in itself or in layers inside.
-        has_rule: there is one for its type.
-        has_own: its own calls use some of them.
-    """
+    """Refuse a layer with trained parameters, ``has_own`` in its own calls, that no rule is right for."""
     what, topic = f"{name or 'The module'} ({type(layer).__name__})", "unsupported-layer"
     if isinstance(layer, nn.Embedding):
         for option in ("max_norm", "scale_grad_by_freq"):

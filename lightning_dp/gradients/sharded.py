@@ -22,11 +22,7 @@ __all__ = ["WholeParameters", "is_unit", "refuse_other_shards", "shards_at_point
 
 
 def refuse_other_shards(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-    """Refuse parameters that are sharded otherwise than by ``fully_shard`` over all data-parallel ranks.
-
-    Raises:
-        UnsupportedModelError: naming them, and the cure.
-    """
+    """Refuse parameters that are sharded otherwise than by ``fully_shard`` over data-parallel ranks."""
     trained = {id(param) for param in params}
     named = [(name, param) for name, param in module.named_parameters() if id(param) in trained]
     whole = [name for name, param in named if not is_sharded(param)]
@@ -36,7 +32,7 @@ def refuse_other_shards(module: nn.Module, params: Sequence[nn.Parameter]) -> No
     other = [
         name
         for name, param in named
-        if is_sharded(param) and not (id(param) in fully and _is_in_one_dimension(param))
+        if is_sharded(param) and not (id(param) in fully and _is_one_shard(param))
     ]
     other += [name for name, part in module.named_modules() if is_flat_sharded(part)]
     if other:
@@ -55,7 +51,7 @@ def refuse_other_shards(module: nn.Module, params: Sequence[nn.Parameter]) -> No
         )
 
 
-def _is_in_one_dimension(param: Any) -> bool:
+def _is_one_shard(param: Any) -> bool:
     return len(param.placements) == 1 and param.placements[0].is_shard()
 
 
@@ -66,12 +62,8 @@ def shards_at_point(
     """Inside, the shards that are held here are those of a point; afterwards they are what they were.
 
     All processes enter and leave it together. Torch gathers whole parameters from the memory of the
-    shards, so the point is written into it; whole ones that were gathered before are dropped.
-
-    Args:
-        module: has the parameters.
-        params: sharded ones.
-        point: flat, what this process holds of it.
+    shards, so the point, of which this process holds a part, is written into it; whole ones that were
+    gathered before are dropped.
     """
     held = held_here(params)
     kept = flatten(held)
@@ -96,9 +88,6 @@ class WholeParameters:
     The optimizer has shards. While a layer runs, torch puts the whole parameter in the place of the
     shard, and that is what autograd's graph ends in. It is one object for the whole fit, so what was
     seen in its place once tells it in every later graph.
-
-    Args:
-        module: the whole model.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -150,11 +139,7 @@ class WholeParameters:
         return found
 
     def refuse_unknown(self, leaves: Iterable[Any], known: Iterable[nn.Parameter]) -> None:
-        """Refuse a graph that ends in a parameter nobody knows: it was used outside of its layer.
-
-        Raises:
-            UnsupportedModelError: naming those of its shape whose layers did not run, and the cure.
-        """
+        """Refuse a graph that ends in a parameter nobody knows: it was used outside of its layer."""
         if not self._shards:
             return
         ids = {id(param) for param in known} | self._shard_of.keys()

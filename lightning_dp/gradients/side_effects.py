@@ -88,9 +88,6 @@ class SideEffects:
     call with the rows of all samples, in the order of the batch; what their ``forward`` and
     ``compute`` return can only be logged. Every group begins with the state of the module before the
     step, so that counters count steps.
-
-    Args:
-        module: the user's model.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -108,10 +105,8 @@ class SideEffects:
     def of_step(self, *, are_done: bool = True) -> Iterator[Around]:
         """Yield what is entered around each group; afterwards do once what the samples did.
 
-        After an exception the module is as it was before.
-
-        Args:
-            are_done: False for a further pass over the same batch: it leaves no trace.
+        After an exception the module is as it was before, and after a further pass over the same batch,
+        which is not ``are_done``.
         """
         self._forget()
         self._before = self._latest = Snapshot.of(self._module, earlier=self._latest)
@@ -166,7 +161,9 @@ class SideEffects:
         shadowed: list[tuple[dict[str, Any], str, Any]] = []
         try:
             for part in self._module.modules():
-                for name in _shadowed(part):
+                is_metric = isinstance(part, Metric | MetricCollection)
+                names = _LOGS if isinstance(part, LightningModule) else _COUNTS if is_metric else ()
+                for name in names:
                     own, function = vars(part), getattr(part, name)
                     shadowed.append((own, name, own.get(name, _ABSENT)))
                     own[name] = partial(self._note, recorder, calls, part, name, function)
@@ -240,10 +237,7 @@ class SideEffects:
 
         for key in _in_order([list(group.calls) for group in self._groups]):
             groups = [group for group in self._groups if key in group.calls]
-            calls, places = (
-                [group.calls[key] for group in groups],
-                [group.places for group in groups],
-            )
+            calls, places = [g.calls[key] for g in groups], [g.places for g in groups]
             args, kwargs = calls[0].args, calls[0].kwargs
             if key[0] in _LOGS:
                 kwargs = self._entry([call.kwargs for call in calls], places)
@@ -278,12 +272,6 @@ class SideEffects:
         if self._reads_numbers and are_numbers and not self._has_warned:
             self._has_warned = True
             warn(_NUMBER.format(name), topic="metrics")
-
-
-def _shadowed(part: Any) -> tuple[str, ...]:
-    if isinstance(part, LightningModule):
-        return _LOGS
-    return _COUNTS if isinstance(part, Metric | MetricCollection) else ()
 
 
 @contextmanager

@@ -187,11 +187,7 @@ class WatchedModel:
         return RandomState(self._params[0].device, torch_only=True)
 
     def go_down(self, reason: UnsupportedModelError) -> None:
-        """Go on with the next engine of the choice; what passes left is forgotten.
-
-        Raises:
-            UnsupportedModelError: if there is none.
-        """
+        """Go on with the next engine of the choice, if there is one; what passes left is forgotten."""
         self.drop()
         if not self._choice.fall(reason):
             is_told = isinstance(reason, CoupledLossError | OtherRowsError)
@@ -202,14 +198,7 @@ class WatchedModel:
     # -- a pass ------------------------------------------------------------------------------------
 
     def run(self, forward: Forward, batch: Any, size: int, around: Around | None = None) -> Any:
-        """Run a forward pass under the engine, whose hooks are on the model then and at no other time.
-
-        Args:
-            forward: of a batch.
-            batch: goes in.
-            size: how many records it has.
-            around: as for :meth:`AbstractGradientEngine.run`.
-        """
+        """Run a forward pass of a batch of ``size`` records under the engine, whose hooks are on then."""
         with self._watching():
             output = self.engine.run(forward, self._batch(batch, size), around)
         if self.engine.one_record:  # which goes back at once, where there are several
@@ -237,15 +226,7 @@ class WatchedModel:
         return SampleBatch(batch, size, self._choice.layout or DEFAULT_LAYOUT)
 
     def check_loss(self, loss: Tensor, size: int) -> None:
-        """Refuse a loss that mixes records by more than sums, before its backward pass.
-
-        Args:
-            loss: the mean over the records.
-            size: how many they are.
-
-        Raises:
-            CoupledLossError: naming the node of the graph, and the cure.
-        """
+        """Refuse a loss that mixes so many records by more than sums, before its backward pass."""
         if self._checks_graph and not self.engine.isolates:
             check_loss_graph(loss, size, self.engine.outputs_of_layers())
 
@@ -261,11 +242,7 @@ class WatchedModel:
             raise UnsupportedModelError(_INSIDE.format(sorted(inside)[:5]), topic="unseen-use")
 
     def take(self, scale: float = 1.0) -> AbstractPerSampleGradients:
-        """Take what the last backward pass left.
-
-        Args:
-            scale: undoes a division of the loss.
-        """
+        """Take what the last backward pass left; ``scale`` undoes a division of the loss."""
         self._raw.touched()
         return self.engine.take(scale)
 
@@ -279,10 +256,6 @@ class WatchedModel:
         around: Around | None = None,
     ) -> AbstractPerSampleGradients:
         """Return w g_i + w' H_i u of each record, as :meth:`AbstractGradientEngine.along`.
-
-        Args:
-            forward, batch, size, around: as for :meth:`run`.
-            direction, weights: see there.
 
         Raises:
             NoLoss: if there is nothing to go back from.

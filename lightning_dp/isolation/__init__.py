@@ -4,7 +4,7 @@ Every private run looks at it (:mod:`lightning_dp.strategies.isolation`). To loo
 call :func:`lightning_dp.audit.check_isolation`.
 """
 
-from lightning_dp.isolation.outcome import BY_CONSTRUCTION, Outcome
+from lightning_dp.isolation.check import BY_CONSTRUCTION, Outcome
 from lightning_dp.isolation.standalone import check_isolation
 
 __all__ = ["BY_CONSTRUCTION", "Outcome", "check_isolation"]

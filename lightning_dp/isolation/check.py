@@ -1,14 +1,15 @@
-"""The check of one batch: runs of its samples that differ in some of them, and the verdict."""
+"""The check of one batch: runs of samples that differ in some, the verdict, and its schedule."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,25 +22,21 @@ from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.isolation.comparison import (
     TOLERANCE,
     GradientSample,
+    Variants,
+    are_given_the_same,
     are_in_other_rows,
+    are_same_rows,
+    first_that_mixes,
+    have_same_shapes,
     movement,
+    paired_rows,
     resolution,
     take_sample,
 )
-from lightning_dp.isolation.diagnosis import first_that_mixes
-from lightning_dp.isolation.manual import without_dropout
-from lightning_dp.isolation.outcome import CURES, OUTSIDE_OF_LAYERS, Outcome
-from lightning_dp.isolation.replay import Run, Runner, StepAsRun
+from lightning_dp.isolation.replay import Run, Runner, StepAsRun, without_dropout
 from lightning_dp.isolation.state import TwinState
-from lightning_dp.isolation.variants import (
-    Variants,
-    are_given_the_same,
-    are_same_rows,
-    have_same_shapes,
-    paired_rows,
-)
 
-__all__ = ["Check", "Settings", "stand_by"]
+__all__ = ["BY_CONSTRUCTION", "CURES", "Check", "Outcome", "Schedule", "Settings", "stand_by"]
 
 # A fault shows in so many of the further exchanges; a tie that rounding decides does not come again.
 _ATTEMPTS, _MUST_SHOW = 8, 2
@@ -122,6 +119,8 @@ class Check:
         """Names of what the step writes, and writes alike whatever the records are."""
         self.step: StepAsRun | None = None
         """The step itself, if it can stand for the run of all samples together."""
+        self.together: Run | None = None
+        """An earlier run of all samples together, from the same start; else it is made."""
         self._begin = Snapshot.of(runner.module, parameters=self._moves_weights)
         self._trains = [param.requires_grad for param in runner.module.parameters()]
 
@@ -223,10 +222,7 @@ class Check:
         return True
 
     def _is_only_ordered(self, kept: list[int]) -> bool:
-        """Return True if the kept samples have the same gradients without the others, in other rows.
-
-        A model may sort or shuffle its samples.
-        """
+        """Return True if a model only sorted or shuffled its samples."""
         samples = [self._samples[place] for place in kept]
         try:
             with without_dropout(self._runner.module):
@@ -247,7 +243,8 @@ class Check:
         beside = None if exchanged is None else self._beside_step(exchanged, kept)
         if beside is not None:
             return beside
-        together = self._run(variants.together, kept, watched=watched)
+        earlier, self.together = self.together, None
+        together = earlier or self._run(variants.together, kept, watched=watched)
         found.runs = [together]
         if exchanged is None:
             return found
@@ -287,12 +284,13 @@ class Check:
     def _compare(self, found: _Found, a: Run, b: Run, kept: list[int]) -> None:
         """Compare the gradients of the same samples in two runs, and what the module keeps."""
         is_same_draw = a.drawn is not None and b.drawn is not None and a.drawn.is_same(b.drawn)
-        isolates, failed = (
-            self._runner.passes.watched.engine.isolates,
-            a.hook_failed or b.hook_failed,
-        )
+        isolates = self._runner.passes.watched.engine.isolates
         # What runs alone and is given the same gives the same, whatever is drawn for it.
-        is_settled = isolates and a.has_drawn and _are_given_the_same(a, b, kept)
+        is_settled = (
+            (isolates and a.has_drawn and a.given is not None and b.given is not None)
+            and not a.given.differences(b.given)
+            and are_given_the_same(a.batch, b.batch, a.size, kept)
+        )
         has_gradients = not is_settled and (a.gradients or b.gradients)
         if not is_same_draw and (a.gradients or b.gradients):
             if has_gradients:
@@ -303,7 +301,7 @@ class Check:
         if a.has_drawn and has_gradients and (isolates or not have_same_shapes(a.batch, b.batch)):
             found.why_not = "records are padded to other lengths, and meet other random numbers"
             return
-        found.why_not = failed
+        found.why_not = a.hook_failed or b.hook_failed
         if self._settings.gradients and not is_settled:
             found.exchanged = self._distance(a, b, len(kept))
         found.public = _steps_differ(a, b)
@@ -332,11 +330,7 @@ class Check:
         return float(distance) if bool(distance.isfinite()) else math.inf
 
     def _note_twins(self, found: _Found) -> None:
-        """Run the samples once more in each of two worlds that earlier records could have left.
-
-        And in two far away from both, with all that ever followed the records: what one batch did may be
-        small, and gone.
-        """
+        """Run the samples again in the worlds that earlier records could have left."""
         twins = self._twins
         if twins.has_ever and found.runs:
             together = found.runs[0]
@@ -347,7 +341,7 @@ class Check:
                 self._in_world(twins.at_end(0)),
                 self._in_world(twins.at_end(1)),
             ]
-            for sign in (1.0, -1.0):
+            for sign in (1.0, -1.0):  # far from both: what one batch did may be small, and gone
                 with suppress(Exception):  # of the user's, on values that no run had
                     runs += [together, self._in_world(twins.far(sign))]
             kept = len(self._kept(0))
@@ -423,13 +417,6 @@ def stand_by(anyone: Callable[[bool], bool], attempts: int = _ATTEMPTS) -> None:
             break
 
 
-def _are_given_the_same(a: Run, b: Run, kept: list[int]) -> bool:
-    """Return True if the kept samples, and the module as the batch leaves it, are the same."""
-    if a.given is None or b.given is None or a.given.differences(b.given):
-        return False
-    return are_given_the_same(a.batch, b.batch, a.size, kept)
-
-
 def _steps_differ(a: Run, b: Run) -> bool:
     """Return True if a public optimizer stepped otherwise."""
     if [each.place for each in a.public_steps] != [each.place for each in b.public_steps]:
@@ -448,3 +435,144 @@ def _differ(one: Tensor | None, other: Tensor | None) -> bool:
         return False
     scale = torch.maximum(one.abs().max(), other.abs().max())
     return not bool((one - other).abs().max() <= 1e-3 * scale) and bool(scale != 0)
+
+
+# -- the words -------------------------------------------------------------------------------------
+
+BY_CONSTRUCTION = "by construction: each record runs alone"
+
+OUTSIDE_OF_LAYERS = (
+    "training_step itself, outside of layers: such as a loss that divides by the number of tokens or of "
+    "targets that are not ignored in the whole batch, or by class weights (take each record's own loss "
+    "first; of a language model, lightning_dp.losses_of_records(output.logits, labels, "
+    "shift=True).mean())"
+)
+
+CURES = {
+    "exchanged": (
+        "when some records of a batch are exchanged for others, the clipped sum of the rest moves by "
+        "more than 0.05 C{where}. Use a loss of single records, layers that treat each record alone, a "
+        "collate_fn and hooks that mix none, and nothing that was computed from other records"
+    ),
+    "alone": (
+        "without the other records of its batch, a record has another gradient{where}. Take "
+        "the mean over the records, each counted once (reduction='mean', not 'sum'; a mean for each "
+        "record first where lengths or ignored targets differ), whatever the size of the batch"
+    ),
+    "buffer": (
+        "what the step sees of the records is written into weights or buffers, without noise: {names}. "
+        "They are in every checkpoint, and steer later steps. Leave them fixed, compute them from "
+        "weights, or make them parameters that are trained"
+    ),
+    "setting": (
+        "{names} follow what the step sees of the records, without noise. Fix them in advance, or as "
+        "functions of released values"
+    ),
+    "public": (
+        "a public optimizer steps by gradients that follow the records, without noise. Give its loss "
+        "released or synthetic values only"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a comparison.
+
+    Args:
+        kind: "isolated": nothing moved; "coupled": a record changes what others contribute, or what
+            outlives the step; "not compared": nothing can be said.
+        reason: in words; for "coupled" with the cure.
+
+    Example:
+        >>> print(Outcome("not compared", "the model drew other random numbers"))
+        not compared (the model drew other random numbers)
+    """
+
+    kind: Literal["isolated", "coupled", "not compared"]
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.reason})" if self.reason else self.kind
+
+
+# -- the schedule ----------------------------------------------------------------------------------
+
+_EARLY = frozenset({0, 1, 2, 4, 8, 16, 32})  # and some odd ones, for what happens every other time
+_ODD = frozenset({5, 11, 23})
+_ONE_IN, _ALLOWANCE = 60, 24
+_FEW = 16  # samples, where not all of the batch are compared
+_ALSO = frozenset({2, 4})  # looks at all of it, at the beginning
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The comparisons of a run, as a function of its public name: the same on all ranks.
+
+    At steps 0, 1, 2, 4, 8, 16 and 32, at 5, 11 and 23, at one in 60 of all, and at the first step of each
+    epoch, where epochs are long enough: 24 of them, and one for each 60 steps.
+
+    Args:
+        name: of the run; nobody can know it when the model is written.
+
+    Example:
+        >>> schedule = Schedule("a run")
+        >>> [step for step in range(90) if schedule.is_due(step, 0, begins_epoch=False)]
+        [0, 1, 2, 4, 5, 8, 11, 16, 23, 32, 66, 77]
+    """
+
+    name: str
+
+    def is_due(self, step: int, looks: int, *, begins_epoch: bool) -> bool:
+        """Return True if a step is compared.
+
+        Args:
+            step: steps since the fit began.
+            looks: steps of the schedule so far.
+            begins_epoch: True at the first step of an epoch.
+        """
+        if step in _EARLY | _ODD or self._number(step, "due") % _ONE_IN == 0:
+            return True
+        return begins_epoch and looks < _ALLOWANCE + step // _ONE_IN
+
+    def chunk(self, step: int, chunks: int) -> int:
+        """Return which chunk of the step's batch is compared."""
+        return self._number(step, "chunk") % chunks
+
+    @staticmethod
+    def takes_all(look: int) -> bool:
+        """Return True if all samples of the batch are compared: from the second look to the sixth, and
+        then at every other one.
+        """
+        return look % 2 == 1 or look in _ALSO
+
+    def samples(self, step: int, look: int, n: int) -> list[int]:
+        """Return the places in a batch of the samples that are compared, in their order.
+
+        All of them, or 16 at most.
+        """
+        if self.takes_all(look) or n <= _FEW:
+            return list(range(n))
+        return sorted(self._permutation(step, "samples", n)[:_FEW])
+
+    def kept(self, step: int, look: int, n: int, attempt: int = 0, *, first: int = 0) -> list[int]:
+        """Return the places of the samples that are kept, in their order: at least one, and not all.
+
+        A half or a quarter of all in turn, and of a few also an eighth and a sixteenth: what a rare
+        sample does shows where few are kept, what a few places do where many are. Of the first and the
+        last place, of which a module may keep something, one is exchanged each time, in turn.
+        """
+        turn = first + look // 2 + attempt
+        share = 2 ** (1 + turn % (2 if self.takes_all(look) else 4))
+        count = max(1, min(n - 1, -(-n // share)))
+        places = self._permutation(step, f"kept {attempt}", n)
+        places.remove(0 if (look + first + attempt) % 2 == 0 else n - 1)
+        return sorted(places[:count])
+
+    def _permutation(self, step: int, what: str, n: int) -> list[int]:
+        generator = torch.Generator().manual_seed(self._number(step, what))
+        return torch.randperm(n, generator=generator).tolist()
+
+    def _number(self, step: int, what: str) -> int:
+        text = f"{self.name}/{step}/{what}".encode()
+        return int.from_bytes(hashlib.sha256(text).digest()[:7], "big")

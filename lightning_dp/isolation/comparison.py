@@ -15,29 +15,46 @@ clipping hides while all gradients are longer than C, and would not later.
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_dp.functional import clip_factors, in_float64
 from lightning_dp.gradients.base import AbstractPerSampleGradients
+from lightning_dp.gradients.batches import leaves as leaves_of
+from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.parameter_sum import BookkeptGradients, MaterialisedGradients
 
 __all__ = [
     "TOLERANCE",
+    "Call",
     "GradientSample",
+    "Variants",
+    "are_given_the_same",
     "are_in_other_rows",
+    "are_same_rows",
+    "first_that_mixes",
+    "have_same_shapes",
     "movement",
+    "own_copies",
+    "paired_rows",
     "resolution",
     "take_sample",
+    "watch_calls",
 ]
 
 TOLERANCE = 0.05
 """C that the sum of the whole batch may move by: rounding, and no coupling worth the name."""
 
 _ROUNDING = 1e-4  # of a gradient's length
+_OUTPUT_ROUNDING = 1e-3  # of a module's largest output
 _SKETCH = 1 << 16  # entries that are kept of a longer sum
 _PARAMETERS, _ENTRIES = 8, 32  # of so many parameters, so many entries of each gradient
 
@@ -184,3 +201,229 @@ def _sketch(vector: Tensor, generator: torch.Generator) -> Tensor:
             part = torch.nn.functional.pad(part, (0, _SKETCH - len(part)))
         found.add_(part.roll(shift), alpha=sign)
     return found
+
+
+# -- batches -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Variants:
+    """Lists of samples to be compared; sensitive.
+
+    Args:
+        together: n samples.
+        kept: the places of k of them, in their order; at least one.
+        exchanged: the kept ones at their places, copies of them at the others.
+    """
+
+    together: list[Any] = field(repr=False)
+    kept: list[int] = field(repr=False)
+    exchanged: list[Any] = field(repr=False)
+
+    @classmethod
+    def of(cls, samples: Sequence[Any], kept: Sequence[int], turn: int = 0) -> Variants:
+        """Make the variants; each kept sample is copied as often as any other, or once more.
+
+        Args:
+            samples: n samples.
+            kept: places.
+            turn: the kept sample whose copy is put first.
+
+        Example:
+            >>> variants = Variants.of("abcdef", [1, 4])
+            >>> "".join(variants.exchanged), "".join(variants.alone)
+            ('bbebee', 'be')
+        """
+        exchanged, given = list(samples), turn
+        for place in range(len(samples)):
+            if place not in kept:
+                exchanged[place] = samples[kept[given % len(kept)]]
+                given += 1
+        return cls(list(samples), list(kept), exchanged)
+
+    @property
+    def alone(self) -> list[Any]:
+        """The kept samples and no others."""
+        return [self.together[place] for place in self.kept]
+
+
+def own_copies(samples: Sequence[Any]) -> list[Any]:
+    """Return copies of samples, of which a ``collate_fn`` may do what it likes."""
+    try:
+        return [copy.deepcopy(sample, _rows_cloned(sample)) for sample in samples]
+    except Exception:  # objects of the user's that cannot be copied: views of a file
+        return list(samples)
+
+
+def _rows_cloned(sample: Any) -> dict[int, Any]:
+    """Return clones of tensors, by identity: ``deepcopy`` would copy all rows of their storage."""
+    tensors = (each for each in leaves_of(sample, rows=True) if isinstance(each, Tensor))
+    return {id(each): each.detach().clone() for each in tensors}
+
+
+def paired_rows(
+    before: Any, after: Any, sizes: tuple[int, int], kept: Sequence[int], places: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Return the rows of the kept samples in two batches.
+
+    They are where they were put, as a rule. Where they are not, and all rows of the second batch are
+    in the first, up to padding, samples were ordered; then rows that are equal are paired.
+
+    Args:
+        before, after: the two batches.
+        sizes: the samples in each.
+        kept, places: of the kept samples in the first and in the second list.
+
+    Returns:
+        the rows in the first batch, and those in the second.
+    """
+    rows = list(kept), list(places)
+    leaves = _leaves_of_samples(before, after, sizes)
+    if not leaves or all(_are_equal(leaves, i, j) for i, j in zip(*rows, strict=True)):
+        return rows
+    pairs: dict[int, int] = {}
+    for j in range(sizes[1]):
+        here = next((i for i in range(sizes[0]) if _are_equal(leaves, i, j)), None)
+        if here is None:
+            return rows  # a row of other samples' making: let the gradients show it
+        pairs.setdefault(here, j)
+    return list(pairs), list(pairs.values())
+
+
+def are_same_rows(before: Any, after: Any, sizes: tuple[int, int], kept: Sequence[int]) -> bool:
+    """Return True if two batches hold the same of some samples, up to padding."""
+    leaves = _leaves_of_samples(before, after, sizes)
+    return all(_are_equal(leaves, i, i) for i in kept)
+
+
+def are_given_the_same(before: Any, after: Any, size: int, kept: Sequence[int]) -> bool:
+    """Return True if two batches hold the same for some samples, and in what all of them share."""
+    mine, its = leaves_of(before, rows=True), leaves_of(after, rows=True)
+    if len(mine) != len(its):
+        return False
+    return all(_are_the_same(a, b, size, kept) for a, b in zip(mine, its, strict=True))
+
+
+def _are_the_same(a: Any, b: Any, size: int, kept: Sequence[int]) -> bool:
+    if isinstance(a, Tensor | np.ndarray) and isinstance(b, Tensor | np.ndarray):
+        a, b = torch.as_tensor(a), torch.as_tensor(b)
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        if a.dim() and len(a) == size:
+            a, b = a[list(kept)], b[list(kept)]
+        return bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b) == size:
+        return all(a[i] == b[i] for i in kept)
+    return type(a) is type(b) and bool(a == b)
+
+
+def have_same_shapes(before: Any, after: Any) -> bool:
+    """Return True if the tensors of both batches have the same shapes: dropout is drawn by shape."""
+    shapes = [
+        [getattr(leaf, "shape", None) for leaf in leaves_of(batch, rows=True)]
+        for batch in (before, after)
+    ]
+    return shapes[0] == shapes[1]
+
+
+def _leaves_of_samples(
+    before: Any, after: Any, sizes: tuple[int, int]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the tensors of both batches that have a row for each sample, on the host."""
+    of_both = [
+        (torch.as_tensor(a).detach().cpu(), torch.as_tensor(b).detach().cpu())
+        for a, b in zip(leaves_of(before, rows=True), leaves_of(after, rows=True), strict=False)
+        if isinstance(a, Tensor | np.ndarray) and isinstance(b, Tensor | np.ndarray)
+    ]
+    return [
+        (a, b) for a, b in of_both if a.dim() and a.dim() == b.dim() and (len(a), len(b)) == sizes
+    ]
+
+
+def _are_equal(leaves: Sequence[tuple[Tensor, Tensor]], i: int, j: int) -> bool:
+    """Compare two rows, as far as both reach: one may be padded further."""
+    for a, b in leaves:
+        both = [slice(0, min(x, y)) for x, y in zip(a.shape[1:], b.shape[1:], strict=True)]
+        one, other = a[i][tuple(both)], b[j][tuple(both)]
+        if not bool(((one == other) | ((one != one) & (other != other))).all()):
+            return False
+    return True
+
+
+# -- calls of modules ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module.
+
+    Args:
+        name, kind: of the module; "" is the LightningModule itself.
+        inputs, outputs: tensors only.
+    """
+
+    name: str
+    kind: str
+    inputs: list[Tensor] = field(repr=False)
+    outputs: list[Tensor] = field(repr=False)
+
+
+def watch_calls(module: nn.Module, calls: list[Call]) -> ModuleHooks:
+    """Note every call of every module, until the hooks are taken off."""
+
+    def tensors(values: Any) -> list[Tensor]:
+        if isinstance(values, Mapping):
+            values = list(values.values())
+        values = values if isinstance(values, list | tuple) else [values]
+        return [each.detach().clone() for each in values if isinstance(each, Tensor)]
+
+    def hook(name: str) -> Callable[..., None]:
+        def note(part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            calls.append(
+                Call(name, type(part).__name__, tensors(args) + tensors(kwargs), tensors(output))
+            )
+
+        return note
+
+    hooks = ModuleHooks()  # copies that training_step makes are other modules
+    for name, part in module.named_modules():
+        hooks.add(part, partial(part.register_forward_hook, with_kwargs=True), hook(name))
+    return hooks
+
+
+def first_that_mixes(
+    before: Sequence[Call],
+    after: Sequence[Call],
+    rows: tuple[Sequence[int], Sequence[int]],
+    sizes: tuple[int, int],
+) -> str:
+    """Return the dotted name and the class of that module, in words; "" if none is found.
+
+    Args:
+        before, after: the calls in two runs.
+        rows: of the same samples in each.
+        sizes: the number of samples in each.
+    """
+
+    def moved(a: Tensor, b: Tensor) -> bool:
+        if a.dim() and b.dim() and (len(a), len(b)) == sizes:
+            a, b = a[list(rows[0])], b[list(rows[1])]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return True
+        if not a.is_floating_point():
+            return not bool((a == b).all())
+        scale = a.abs().amax() if a.numel() else a.new_zeros(())
+        return not bool(((a - b).abs() <= _OUTPUT_ROUNDING * scale).all())
+
+    for a, b in zip(before, after, strict=False):
+        if a.name != b.name:
+            return ""
+        results = [pair for pair in zip(a.outputs, b.outputs, strict=False) if pair[0].dim()]
+        given = zip(a.inputs, b.inputs, strict=False)
+        if (
+            a.name
+            and any(moved(*pair) for pair in results)
+            and not any(moved(*pair) for pair in given)
+        ):
+            return f"the outputs of {a.name} ({a.kind})"
+    return ""

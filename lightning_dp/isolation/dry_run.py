@@ -1,33 +1,37 @@
-"""The dry run before the first charge: the same comparison, on a few made-up samples."""
+"""The dry run before the first charge: the same comparison, on a few synthetic samples."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_dp._snapshot import RandomState
 from lightning_dp.boundary import Query, Term
-from lightning_dp.functional import in_float64
+from lightning_dp.functional import in_float64, number_of_entries
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.batches import UNKNOWN_LAYOUT, Layout
-from lightning_dp.isolation.check import Check, Settings
-from lightning_dp.isolation.comparison import GradientSample
-from lightning_dp.isolation.made_up import SampleMaker, lengths_in
-from lightning_dp.isolation.outcome import CURES, Outcome
-from lightning_dp.isolation.replay import Runner
+from lightning_dp.gradients.parameter_sum import BookkeptGradients
+from lightning_dp.isolation.check import CURES, Check, Outcome, Settings
+from lightning_dp.isolation.comparison import GradientSample, take_sample
+from lightning_dp.isolation.replay import Run, Runner
 from lightning_dp.isolation.state import TwinState
 
 __all__ = ["DryRun", "find_layout", "mean_or_sum"]
 
 _SAMPLES, _FEWEST, _CLASSES = 4, 2, 2
 _NOTHING = 1e-30  # the norm of a gradient that is rounding alone
-_SEEDS = 6  # with which norms are averaged
+_SEED, _SEEDS = 2, 6  # of what is compared, and those with which norms are averaged
 _SURE = 6.0  # standard errors
 _CONSTANT = (
     "The loss of a record that is alone in its batch does not depend on the parameters (it compares "
@@ -38,7 +42,10 @@ _CONSTANT = (
 
 
 class DryRun:
-    """Runs made-up samples of the types and shapes of a real one, of which no value is used.
+    """Runs synthetic samples of the types and shapes of a real one, of which no value is used.
+
+    Real numbers are uniform in (0, 1), whole ones are 0 or 1, texts and images are synthetic too. What is
+    none of these (None, a path, an object without numbers) stays as it is.
 
     Args:
         like: the sample; None if there is none.
@@ -47,10 +54,10 @@ class DryRun:
 
     def __init__(self, like: Any, *, have_lengths: bool = True) -> None:
         self._have_lengths = have_lengths
-        self._maker = None if like is None else SampleMaker(like, _CLASSES)
+        self._like = like
 
     def samples(self, count: int, *, are_longer: bool = True) -> list[Any]:
-        """Return made-up samples.
+        """Return synthetic samples.
 
         Args:
             count: how many.
@@ -59,12 +66,13 @@ class DryRun:
         Raises:
             ValueError: if none can be made.
         """
-        if self._maker is None:
+        if self._like is None:
             raise ValueError("no sample can be read twice")
-        lengths = lengths_in(self._maker.like) if are_longer and self._have_lengths else ()
+        lengths = _lengths_in(self._like) if are_longer and self._have_lengths else ()
         longer = {length: 2 * length for length in lengths}
-        made = [self._maker.make(i) for i in range(count - 1)]
-        return [*made, self._maker.make(count - 1, longer)]
+        return [
+            _SampleMaker(i, longer if i == count - 1 else {}).part(self._like) for i in range(count)
+        ]
 
     def run(
         self,
@@ -90,61 +98,93 @@ class DryRun:
         """
         runner.without_dropout = True
         try:
-            samples, longest = self._that_run(runner)
-            unit = min(clip_norm, longest) if longest > _NOTHING else clip_norm
-            asked = partial(settings, query=_plain(unit))
-            found = self._compared(runner, samples, asked, twins)
+            first = self._first_run(runner, clip_norm)
+            found = _compared(runner, first, partial(settings, query=_plain(first.unit)), twins)
             if found.kind == "isolated" and not runner.passes.watched.engine.isolates:
-                return mean_or_sum(runner, samples)
+                return mean_or_sum(runner, first.samples)
             return found
         except UnsupportedModelError:
             raise
         except Exception as error:  # the user's code, on values that are none of the user's
             return Outcome("not compared", f"{type(error).__name__}: {error}")
 
-    def _that_run(self, runner: Runner) -> tuple[list[Any], float]:
-        """Return samples on which the model runs, and the longest of their gradients.
+    def _first_run(self, runner: Runner, clip_norm: float) -> _FirstRun:
+        """Run samples that the model takes.
 
         Raises:
             UnsupportedModelError: where a record alone has no gradient.
         """
         count = _FEWEST if runner.passes.watched.engine.one_record else _SAMPLES
-        samples = self.samples(count)
         try:
-            first = _norms(runner, samples, 0)
+            first = _FirstRun(runner, self.samples(count), clip_norm)
         except UnsupportedModelError:
             raise
-        except Exception:  # made-up lengths that it does not take
-            samples = self.samples(count, are_longer=False)
-            first = _norms(runner, samples, 0)
-        is_constant = not bool((first > _NOTHING).any())
-        if (
-            runner.passes.watched.engine.isolates
-            and is_constant
-            and runner.has_plain_gradient(samples)
-        ):
+        except Exception:  # synthetic lengths that it does not take
+            first = _FirstRun(runner, self.samples(count, are_longer=False), clip_norm)
+        isolates = runner.passes.watched.engine.isolates
+        is_constant = isolates and not bool((first.norms > _NOTHING).any())
+        if is_constant and runner.has_plain_gradient(first.samples):
             raise UnsupportedModelError(_CONSTANT, topic="coupled-records")
-        finite = first[first.isfinite()]
-        return samples, float(finite.max()) if len(finite) else 0.0
+        return first
 
-    def _compared(
-        self,
-        runner: Runner,
-        samples: list[Any],
-        settings: Callable[..., Settings],
-        twins: TwinState,
-    ) -> Outcome:
-        """Compare twice: what the first time leaves is what the second time may read."""
-        found, half = Outcome("isolated"), len(samples) // 2
-        for kept in (list(range(half)), list(range(half, len(samples)))):
-            start = RandomState.seeded(runner.device, kept[0])
-            asked = settings(whole=len(samples), seed=half, fewer=not kept[0])
-            check = Check(runner, samples, asked, partial(_same, kept), twins, start)
-            check.look()
-            found = check.settle(bool, attempts=2)
-            if found.kind != "isolated":
-                return found
-        return found
+
+class _FirstRun:
+    """A run of all samples: the norms of their gradients, and what comparisons take from it.
+
+    Where all gradients are shorter than C, the longest one is the unit.
+    """
+
+    def __init__(self, runner: Runner, samples: list[Any], clip_norm: float) -> None:
+        self.samples, self.unit, self._clip_norm = samples, clip_norm, clip_norm
+        half = len(samples) // 2
+        self.halves = [list(range(half)), list(range(half, len(samples)))]
+        self.norms = torch.zeros(len(samples), dtype=torch.float64)
+        self._sizes = [number_of_entries([param]) for param in runner.params]
+        self._looks: list[GradientSample] = []
+        start = RandomState.seeded(runner.device, 0)
+        self._run = runner.run(samples, _plain(1.0), start, self._look)
+
+    def _look(self, gradients: AbstractPerSampleGradients) -> GradientSample:
+        self.norms = in_float64(gradients.norms().detach())
+        finite = self.norms[self.norms.isfinite()]
+        longest = float(finite.max()) if len(finite) else 0.0
+        self.unit = min(self._clip_norm, longest) if longest > _NOTHING else self._clip_norm
+        can_be_looked_at_again = isinstance(gradients, BookkeptGradients)
+        for rows in self.halves if can_be_looked_at_again else self.halves[:1]:
+            generator = torch.Generator().manual_seed(_SEED)
+            look = take_sample(gradients, rows, self.unit, self._sizes, generator)
+            self._looks.append(look)
+        return self._looks[0]
+
+    def of_half(self, i: int) -> Run | None:
+        """Return the run with what is compared of a half, if it need not be made again for it."""
+        if i == 0:
+            return self._run
+        if len(self._looks) == 1 or self._run.has_drawn:
+            return None
+        return (
+            self._run
+            if self._run.gradients is None
+            else replace(self._run, gradients=self._looks[i])
+        )
+
+
+def _compared(
+    runner: Runner, first: _FirstRun, settings: Callable[..., Settings], twins: TwinState
+) -> Outcome:
+    """Compare twice: what the first time leaves is what the second time may read."""
+    found = Outcome("isolated")
+    for i, kept in enumerate(first.halves):
+        together = first.of_half(i)
+        start = RandomState.seeded(runner.device, 0 if together is not None else kept[0])
+        asked = settings(whole=len(first.samples), seed=_SEED, fewer=i == 0)
+        check = Check(runner, first.samples, asked, partial(_same, kept), twins, start)
+        check.together = together
+        check.look()
+        found = check.settle(bool, attempts=2)
+        if found.kind != "isolated":
+            return found
+    return found
 
 
 def _same(kept: list[int], attempt: int) -> list[int]:
@@ -190,7 +230,7 @@ def mean_or_sum(runner: Runner, samples: list[Any]) -> Outcome:
 
 
 def find_layout(dry: DryRun | None, make_batch: Callable[[list[Any]], Any]) -> Layout:
-    """Return where in a batch the samples are, from batches of 2 and of 3 made-up ones.
+    """Return where in a batch the samples are, from batches of 2 and of 3 synthetic ones.
 
     One of three is longer, where samples have lengths: what a batch takes from its longest one shows
     then.
@@ -208,3 +248,154 @@ def find_layout(dry: DryRun | None, make_batch: Callable[[list[Any]], Any]) -> L
         except Exception:  # of the user's, on samples that are none
             continue
     return UNKNOWN_LAYOUT
+
+
+# -- synthetic samples ---------------------------------------------------------------------------------
+
+_WORDS = ("one", "two", "six", "ten", "cat", "dog", "sun", "sea", "red", "sky")  # of one length
+_NO_NUMBERS = "OSUMmV"  # kinds of arrays
+
+
+def _lengths_in(sample: Any) -> set[int]:
+    """Return the lengths of a sample's arrays and lists of numbers in their first dimension."""
+    return {shape[0] for shape in _shapes(sample) if shape and shape[0] > 1}
+
+
+def _shapes(part: Any) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of all arrays and lists of numbers."""
+    if isinstance(part, Tensor | np.ndarray):
+        yield tuple(part.shape)
+    elif _is_list_of_numbers(part):
+        yield (len(part),)
+    elif _is_image(part):
+        yield tuple(part.size)
+    elif _is_container(part):
+        whole = part if isinstance(part, Mapping | list | tuple) else vars(part)
+        for each in whole.values() if isinstance(whole, Mapping) else whole:
+            yield from _shapes(each)
+
+
+class _SampleMaker:
+    """Makes the i-th sample like one of the data set, with other lengths for those in the keys."""
+
+    def __init__(self, i: int, lengths: Mapping[int, int]) -> None:
+        self.i, self.lengths = i, lengths
+        self.generator = torch.Generator().manual_seed(1 + i)
+
+    def part(self, like: Any) -> Any:
+        """Make something of the same type and structure."""
+        if isinstance(like, Tensor):
+            return self._tensor(like)
+        if isinstance(like, np.ndarray):
+            return like if like.dtype.kind in _NO_NUMBERS else self._array(like)
+        if isinstance(like, bool | int | float | complex | np.number | np.bool_):
+            return self._number(like)
+        if isinstance(like, str | bytes):
+            return self._text(like)
+        if _is_image(like):
+            return self._image(like)
+        if _is_list_of_numbers(like):
+            size = self.lengths.get(len(like), len(like))
+            made = self._values(_dtype_of(like[0]), (size,)).tolist()
+            return type(like)(type(like[0])(each) for each in made)
+        if _is_container(like):
+            return _rebuilt(like, self.part)
+        return like
+
+    def _shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if not shape:
+            return shape
+        size = self.lengths.get(shape[0], shape[0]) if shape[0] > 1 else shape[0]
+        return (size, *shape[1:])
+
+    def _tensor(self, like: Tensor) -> Tensor:
+        if like.layout != torch.strided or like.is_nested or like.is_quantized:
+            raise ValueError("a sample holds a tensor that is not dense")
+        shape = self._shape(tuple(like.shape))
+        made = self._values(like.dtype, shape).to(like.device)
+        return made if type(like) is Tensor else made.as_subclass(type(like))
+
+    def _array(self, like: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        kind = {"b": torch.bool, "f": torch.float64, "c": torch.complex128}
+        dtype = kind.get(like.dtype.kind, torch.int64)
+        made: np.ndarray[Any, Any] = self._values(dtype, self._shape(like.shape)).numpy()
+        return made.astype(like.dtype)
+
+    def _number(self, like: Any) -> Any:
+        return type(like)(self._values(_dtype_of(like), ()).item())
+
+    def _values(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        if dtype.is_floating_point:
+            return self._real(shape).to(dtype)
+        if dtype.is_complex:
+            return torch.complex(self._real(shape), self._real(shape)).to(dtype)
+        if not shape:
+            return torch.tensor(self.i % _CLASSES).to(dtype)
+        made = torch.randint(_CLASSES, shape, generator=self.generator)
+        made.view(-1)[:1] = 1  # no mask is empty
+        return made.to(dtype)
+
+    def _real(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64)
+
+    def _text(self, like: str | bytes) -> Any:
+        words = [_WORDS[(self.i + 3 * k) % len(_WORDS)] for k in range(2)]
+        text = " ".join(words)
+        return text.encode() if isinstance(like, bytes) else type(like)(text)
+
+    def _image(self, like: Any) -> Any:
+        images = sys.modules["PIL.Image"]
+        new = images.new(like.mode, like.size)
+        if like.mode in ("I", "F"):
+            new.putdata([self.i + k % 7 for k in range(like.size[0] * like.size[1])])
+            return new
+        size = len(new.tobytes())
+        content = torch.randint(256, (size,), generator=self.generator).to(torch.uint8)
+        new.frombytes(bytes(content.numpy()))
+        return new
+
+
+def _is_image(part: Any) -> bool:
+    images: Any = sys.modules.get("PIL.Image")
+    return images is not None and isinstance(part, images.Image)
+
+
+def _dtype_of(number: Any) -> torch.dtype:
+    if isinstance(number, bool | np.bool_):
+        return torch.bool
+    if isinstance(number, int | np.integer):
+        return torch.int64
+    return torch.float64 if isinstance(number, float | np.floating) else torch.complex128
+
+
+def _is_list_of_numbers(part: Any) -> bool:
+    if not isinstance(part, list | tuple) or hasattr(part, "_fields") or not part:
+        return False
+    return all(isinstance(each, int | float | np.number) for each in part)
+
+
+def _is_container(part: Any) -> bool:
+    if isinstance(part, Mapping | list | tuple):
+        return True
+    if isinstance(part, type) or not hasattr(part, "__dict__"):
+        return False
+    return dataclasses.is_dataclass(part) or any(
+        isinstance(each, Tensor | np.ndarray) or _is_image(each) for each in vars(part).values()
+    )
+
+
+def _rebuilt(part: Any, of_part: Callable[[Any], Any]) -> Any:
+    """Return a container of the same kind with each thing in it replaced."""
+    if isinstance(part, Mapping):
+        new = copy.copy(part)
+        for key in list(part):
+            new[key] = of_part(part[key])  # type: ignore[index]
+        return new
+    if isinstance(part, tuple) and hasattr(part, "_fields"):
+        return type(part)(*(of_part(each) for each in part))
+    if isinstance(part, list | tuple):
+        return type(part)(of_part(each) for each in part)
+    new = copy.copy(part)
+    for name, value in vars(part).items():
+        object.__setattr__(new, name, of_part(value))
+    return new

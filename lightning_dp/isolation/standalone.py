@@ -16,13 +16,11 @@ from lightning_dp.boundary import Query, Term
 from lightning_dp.gradients import EngineChoice, RecordPasses
 from lightning_dp.gradients.batches import call_training_step
 from lightning_dp.gradients.compiled import as_written
-from lightning_dp.isolation.check import Check, Settings
+from lightning_dp.isolation.check import Check, Outcome, Schedule, Settings
+from lightning_dp.isolation.comparison import own_copies
 from lightning_dp.isolation.dry_run import DryRun, find_layout, mean_or_sum
-from lightning_dp.isolation.outcome import Outcome
 from lightning_dp.isolation.replay import Pipeline, Runner
-from lightning_dp.isolation.schedule import Schedule
 from lightning_dp.isolation.state import TwinState
-from lightning_dp.isolation.variants import own_copies
 
 __all__ = ["check_isolation"]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,51 +64,38 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add("--records", type=_count, required=True, help="N, records in the training set")
-    add("--epsilon", type=float, nargs="+", required=True, help="budgets, a table for each")
-    add("--delta", type=float, help="default: the largest power of ten up to 1 / (10 N)")
+    add, count, amount = parser.add_argument, _read(whole), _read(positive)
+    add("--records", type=count, required=True, help="N, records in the training set")
+    add("--epsilon", type=amount, nargs="+", required=True, help="budgets, a table for each")
+    add("--delta", type=_read(probability), help="default: largest power of ten up to 1 / (10 N)")
     relations = ("add_remove", "replace_one")
     add("--relation", choices=relations, default="add_remove", help="default: %(default)s")
-    add("--records-per-second", type=float, help="gradients of records, of your machine")
-    add("--hours", type=float, help="the time that there is; needs --records-per-second")
-    add("--least-steps", type=_count, default=LEAST_STEPS, help="default: %(default)s")
-    add("--parameters", type=_count, help="d, trained weights: gives the norm of the noise")
-    add(
-        "--layer-inputs", type=_count, default=256, help="of a typical layer (default: %(default)s)"
-    )
-    add("--batch-size", type=_count, help="yours, to be compared; needs --epochs")
-    add("--epochs", type=_count, help="yours, to be compared; needs --batch-size")
+    add("--records-per-second", type=amount, help="gradients of records, of your machine")
+    add("--hours", type=amount, help="the time that there is; needs --records-per-second")
+    add("--least-steps", type=count, default=LEAST_STEPS, help="default: %(default)s")
+    add("--parameters", type=count, help="d, trained weights: gives the norm of the noise")
+    add("--layer-inputs", type=count, default=256, help="of a typical layer (default: %(default)s)")
+    add("--batch-size", type=count, help="yours, to be compared; needs --epochs")
+    add("--epochs", type=count, help="yours, to be compared; needs --batch-size")
     add("--json", action="store_true", help="print JSON, with all plans")
     add("--picture", type=Path, help="draw to this file (.png, .svg, .pdf); needs matplotlib")
     return parser
 
 
-def _count(text: str) -> int:
-    """Return a whole number, written as 60000 or as 6e4."""
-    with suppress(ValueError):
-        return int(text)
-    with suppress(ValueError):
-        if (number := float(text)).is_integer():
-            return int(number)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number: write 60000, or 6e4.")
+def _read(check: Check) -> Callable[[str], Any]:
+    """Return a reader of an option's text, such as 60000 or 6e4; the parser names the option."""
 
+    def read(text: str) -> Any:
+        try:
+            return check("", int(text) if text.isdecimal() else float(text))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error).lstrip("=")) from None
 
-_CHECKS: dict[Check, tuple[str, ...]] = {
-    whole: ("records", "least_steps", "parameters", "layer_inputs", "batch_size", "epochs"),
-    positive: ("epsilon", "records_per_second", "hours"),
-    probability: ("delta",),
-}
+    return read
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse what cannot be used, by the name of the option."""
-    for check, names in _CHECKS.items():
-        for name in names:
-            value = getattr(options, name)
-            for each in value if isinstance(value, list) else [value]:
-                if each is not None:
-                    check(f"--{name.replace('_', '-')}", each)
+    """Refuse options that do not go together."""
     if (options.batch_size is None) != (options.epochs is None):
         raise ValueError("--batch-size and --epochs: give both, or neither.")
     speed = options.records_per_second

@@ -41,7 +41,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from scipy.special import ndtri
@@ -163,23 +163,14 @@ class Signal:
         return total
 
 
-@dataclass(frozen=True)
-class _PendingRelease:
-    """A release whose numbers are still on the device.
+class _PendingRelease(NamedTuple):
+    """A release whose numbers are still on the device."""
 
-    Args:
-        step: of the plan.
-        noise_std: s_t.
-        averaged: releases in the average m_t.
-        count_std: of the noise in the count of clipped records; None without one.
-        products: ‖r_t‖², then ⟨r_t, m_t⟩ and ‖r_t‖² over the entries that are followed, and with a
-            count its mean.
-    """
-
-    step: int
+    step: int  # of the plan
     noise_std: float
-    averaged: int
-    count_std: float | None
+    averaged: int  # releases in the average m_t
+    count_std: float | None  # of the noise in the count of clipped records, if there is one
+    # ‖r_t‖², then ⟨r_t, m_t⟩ and ‖r_t‖² over the entries that are followed, and the mean count.
     products: tuple[Tensor, ...]
 
 

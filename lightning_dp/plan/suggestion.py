@@ -32,19 +32,6 @@ from lightning_dp.plan.training_plan import (
     steps_per_epoch,
 )
 
-__all__ = [
-    "ENOUGH",
-    "LEAST_STEPS",
-    "Suggestion",
-    "as_dict",
-    "best_plan",
-    "default_delta",
-    "duration",
-    "settings",
-    "suggest",
-    "text",
-]
-
 ENOUGH = 1.5  # noise over the run, in that of full batches
 LEAST_STEPS = 100
 _OVER = 1.05  # more gradients than there is time for do not matter

@@ -13,23 +13,22 @@ from typing import Any, get_args
 
 from lightning_dp._files import file_of_checkpoint
 from lightning_dp.accounting.base import Relation, check_delta, epsilon_text
-from lightning_dp.accounting.journal import Charges, JournalError
+from lightning_dp.accounting.journal import JournalError
 from lightning_dp.config import About
 from lightning_dp.report.content import READERS, Page, Total, charged, plain, render
 from lightning_dp.report.files import (
     CheckedDocument,
-    Document,
     NotPrivateError,
     check,
-    check_journal_alone,
+    check_journal,
     documents_in,
     find_journal,
     read_charges,
     read_document,
-    total,
     write_text,
 )
-from lightning_dp.search.joint import STATE, search_text
+from lightning_dp.report.totals import total
+from lightning_dp.search import STATE, search_text
 
 __all__ = ["main", "pages"]
 
@@ -188,7 +187,8 @@ def _find(options: argparse.Namespace) -> _Findings:
     if file_of_checkpoint(path).is_dir():
         return _find_in_folder(path, options)
     if path.suffix == ".journal":
-        return _Findings(journals=[_check_alone(path, *read_charges(path), options)])
+        alone = check_journal(path, *read_charges(path), options.delta, options.relation)
+        return _Findings(journals=[alone])
     document = read_document(path)
     journal = options.journal or find_journal(document.journal, path.parent)
     return _Findings([check(document, journal)])
@@ -227,31 +227,10 @@ def _find_in_folder(folder: Path, options: argparse.Namespace) -> _Findings:
         if checked and options.delta is None:
             notes.append(f"{path}: no checkpoint or report here is of it, and ε needs --delta")
         else:
-            alone.append(_check_alone(path, ledger_id, events, options))
+            alone.append(check_journal(path, ledger_id, events, options.delta, options.relation))
     notes += [search_text(path) for path in sorted(folder.rglob(STATE))]
     together = total(checked, others, options.delta, options.relation)
     return _Findings(checked, alone, problems, notes, together)
-
-
-def _check_alone(
-    path: Path, ledger_id: str, events: Charges, options: argparse.Namespace
-) -> CheckedDocument:
-    if options.delta is None:
-        raise ValueError(
-            f"{path} is a journal without its checkpoint or report, and a journal does not record δ: "
-            "give --delta (and --relation, if it is not add_remove)."
-        )
-    return check_journal_alone(
-        Document(
-            path=path,
-            kind="journal",
-            ledger_id=ledger_id,
-            journal=path,
-            events=events,
-            delta=options.delta,
-            relation=options.relation,
-        )
-    )
 
 
 # -- printing ----------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from typing_extensions import Self
 
+
 __all__ = ["READERS", "Page", "PrivacyReport", "Reader", "Total", "charged", "plain", "render"]
 
 Reader: TypeAlias = Literal["people", "engineers"]
@@ -225,12 +226,10 @@ class PrivacyReport:
                 f"The privacy report has unknown fields: {unknown}. A later version may have them.",
                 topic="other-version",
             )
-        needed = [
-            name
-            for name, each in known.items()
-            if each.default is MISSING and each.default_factory is MISSING
-        ]
-        if missing := [name for name in needed if name not in values]:
+        absent = [each for name, each in known.items() if name not in values]
+        if missing := [
+            each.name for each in absent if each.default is each.default_factory is MISSING
+        ]:
             raise ValueError(f"The privacy report lacks fields: {missing}.")
         types = get_type_hints(cls)
         return cls(**{name: _read(types[name], name, value) for name, value in values.items()})
@@ -515,17 +514,31 @@ def render(pages: Sequence[Page], form: Literal["md", "html"], reader: Reader | 
 @cache
 def _environment(form: str) -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
+    from markupsafe import Markup, escape
 
-    def finalize(value: object) -> object:
-        """Escape what Markdown would take for markup; Jinja itself escapes HTML."""
-        return value if isinstance(value, Markup) else Markup(_escaped(str(value)))
+    def safe(value: object) -> Markup:
+        """Escape what the form would take for markup, unless it is markup."""
+        if isinstance(value, Markup):
+            return value
+        return escape(value) if form == "html" else Markup(_escaped(str(value)))
+
+    def flow(value: object) -> Markup:
+        """Return a text of several lines as one line."""
+        return Markup(" ".join(safe(value).split()))
+
+    def paragraphs(text: Markup) -> Markup:
+        """Mark up what blank lines separate, except for lists and tables."""
+        markup = "<p>{}</p>" if form == "html" else "{}"
+        blocks = filter(None, map(str.strip, re.split(r"\n\s*\n", text)))
+        is_made = ("<", "- ", "| ")
+        marked = (b if b.startswith(is_made) else markup.format(flow(Markup(b))) for b in blocks)
+        return Markup("\n\n".join(marked))
 
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=form != "txt",
         undefined=StrictUndefined,
-        finalize=finalize if form == "md" else None,
+        finalize=safe if form == "md" else None,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -534,8 +547,8 @@ def _environment(form: str) -> Environment:
         "eps": epsilon_text,
         "percent": lambda probability: epsilon_text(min(100.0, 100 * probability), 3),
         "plural": lambda number, word: f"{number:,} {word}{'' if number == 1 else 's'}",
-        "flow": _flow,
-        "paragraphs": lambda text: _paragraphs(text, "<p>{}</p>" if form == "html" else "{}"),
+        "flow": flow,
+        "paragraphs": paragraphs,
         "lines": lambda text: Markup("\n".join(filter(None, map(str.strip, text.splitlines())))),
         "raw": Markup,
         "exact": lambda number: f"{Decimal(repr(number)):f}",
@@ -544,26 +557,6 @@ def _environment(form: str) -> Environment:
     }
     environment.globals["exp"] = lambda x: math.exp(x) if x < 700 else math.inf
     return environment
-
-
-def _flow(text: str) -> Markup:
-    """Return a text of several lines as one line."""
-    from markupsafe import Markup
-
-    return Markup(" ".join(text.split()))
-
-
-def _paragraphs(text: str, markup: str) -> Markup:
-    """Mark up what blank lines separate, except for lists and tables."""
-    from markupsafe import Markup
-
-    blocks = (block.strip() for block in re.split(r"\n\s*\n", text))
-    marked = (
-        block if block.startswith(("<", "- ", "| ")) else markup.format(_flow(block))
-        for block in blocks
-        if block
-    )
-    return Markup("\n\n".join(marked))
 
 
 def _escaped(text: str) -> str:

@@ -6,17 +6,14 @@ import contextlib
 import json
 import math
 import os
-import pickle
 import reprlib
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
-from lightning_dp._files import FILE_MODE, file_of_checkpoint, replaced
+from lightning_dp._files import FILE_MODE, replaced
 from lightning_dp._refusals import RefusedSetting, text_of
 from lightning_dp.accounting.base import (
     AbstractAccountant,
@@ -35,30 +32,9 @@ from lightning_dp.accounting.journal import (
     progress_of_all,
     read_journal,
 )
-from lightning_dp.accounting.ledger import read_state
+from lightning_dp.accounting.ledger import privacy_record, read_state
 from lightning_dp.accounting.pld import PLDAccountant
-from lightning_dp.report.content import Page, PrivacyReport, Total, render
-
-__all__ = [
-    "CHECKPOINT_KEY",
-    "PATTERN",
-    "CheckedDocument",
-    "Document",
-    "NotPrivateError",
-    "check",
-    "check_journal_alone",
-    "documents_in",
-    "find_journal",
-    "from_checkpoint",
-    "has_guarantee",
-    "in_checkpoint",
-    "read_charges",
-    "read_document",
-    "read_report",
-    "total",
-    "write_report",
-    "write_text",
-]
+from lightning_dp.report.content import Page, PrivacyReport, render
 
 CHECKPOINT_KEY = "lightning_dp"
 """The key of the privacy record in a checkpoint."""
@@ -210,30 +186,13 @@ def read_document(path: Path) -> Document:
             report=report,
         )
     try:
-        return _checkpoint(path, _load(path))
+        if record := privacy_record(path):
+            return _checkpoint(path, record)
     except (KeyError, TypeError, AttributeError) as error:
         raise RefusedSetting(
             f"{path} has a damaged privacy record: {error!r}.", topic="unreadable-checkpoint"
         ) from None
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        content = torch.load(
-            file_of_checkpoint(path), map_location="cpu", weights_only=True, mmap=True
-        )
-    except (pickle.UnpicklingError, RuntimeError, EOFError, UnicodeDecodeError) as error:
-        reason = str(error).strip().splitlines()
-        raise RefusedSetting(
-            f"{path} cannot be read as a checkpoint of plain types and tensors (nothing else is "
-            "loaded, since that could run code): check the run's report file, or the journal. "
-            f"torch says: {reason[0] if reason else error!r}",
-            topic="unreadable-checkpoint",
-        ) from None
-    if not isinstance(content, dict) or CHECKPOINT_KEY not in content:
-        raise NotPrivateError(f"{path} is not a checkpoint of a private run: it holds no ledger.")
-    record: dict[str, Any] = content[CHECKPOINT_KEY]
-    return record
+    raise NotPrivateError(f"{path} is not a checkpoint of a private run: it holds no ledger.")
 
 
 def _checkpoint(path: Path, record: dict[str, Any]) -> Document:
@@ -339,20 +298,13 @@ class CheckedDocument:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it, for JSON."""
-        document = self.document
+        document, values = self.document, vars(self)
         of_document = ("path", "kind", "ledger_id", "delta", "relation")
-        names = (
-            "epsilon",
-            "runs",
-            "journal",
-            "journal_steps",
-            "journal_epsilon",
-            "problems",
-            "notes",
-        )
         return {
             **{name: getattr(document, name) for name in of_document},
-            **{name: getattr(self, name) for name in names},
+            **{
+                name: value for name, value in values.items() if name not in ("document", "charges")
+            },
             "steps": document.events.steps,
             "report": None if document.report is None else document.report.to_dict(),
         }
@@ -413,9 +365,19 @@ def check(document: Document, journal: Path | None) -> CheckedDocument:
     )
 
 
-def check_journal_alone(document: Document) -> CheckedDocument:
-    """Compute ε of a journal, and of each run or federation in it."""
-    events, delta, relation = document.events, document.delta, document.relation
+def check_journal(
+    path: Path, ledger_id: str, events: Charges, delta: float | None, relation: Relation
+) -> CheckedDocument:
+    """Compute ε of a journal by itself, and of each run or federation in it.
+
+    Raises:
+        ValueError: without δ, which a journal does not record.
+    """
+    if delta is None:
+        raise ValueError(
+            f"{path} is a journal without its checkpoint or report, and a journal does not record δ: "
+            "give --delta (and --relation, if it is not add_remove)."
+        )
     by_name = federations_in(events) or {run: Charges({run: each}) for run, each in events.items()}
     epsilons = {
         name: PLDAccountant().epsilon(each.history(), delta, relation)
@@ -423,7 +385,7 @@ def check_journal_alone(document: Document) -> CheckedDocument:
     }
     voided = f"a run was VOIDED, and ε of all releases is withdrawn: {events.voided}"
     return CheckedDocument(
-        document=document,
+        document=Document(path, "journal", ledger_id, path, events, delta, relation),
         epsilon=epsilons.pop(""),
         charges=events,
         runs=epsilons,
@@ -487,68 +449,3 @@ def _claim(document: Document, events: Charges, accountant: AbstractAccountant) 
         budget = math.inf if report.target_epsilon is None else report.target_epsilon
         return max(epsilon, budget)
     return epsilon
-
-
-def total(
-    checked: Sequence[CheckedDocument],
-    journals: Sequence[tuple[str, Charges]],
-    delta: float | None,
-    relation: Relation,
-) -> Total | None:
-    r"""Compose what all ledgers were charged; each run counts once.
-
-    A ledger whose noise was chosen at run time has the ε_i of its whole budget at δ_i. It is
-    added to the others' by basic composition: :math:`\epsilon + \sum_i \epsilon_i` at
-    :math:`\delta + \sum_i \delta_i`.
-
-    Journals of federated clients are left out: each is about another client's records.
-
-    Args:
-        checked: the documents, with the charges of their journals.
-        journals: ledger id and charges of those without a document.
-        delta: δ; by default the documents' smallest one.
-        relation: for journals by themselves.
-
-    Returns:
-        None if there are fewer than two ledgers, or no δ is known.
-    """
-    ledgers: dict[str, Charges] = {}
-    budgets: dict[str, tuple[float, float]] = {}
-    for each in checked:
-        ledgers.setdefault(each.document.ledger_id, Charges()).merge(each.charges)
-        report = each.document.report
-        if report is not None and report.claims_budget:
-            budgets[report.ledger_id] = (each.epsilon, report.delta)
-    for ledger_id, runs in journals:
-        if runs and not federations_in(runs):
-            ledgers.setdefault(ledger_id, Charges()).merge(runs)
-    deltas = [each.document.delta for each in checked] if delta is None else [delta]
-    if len(ledgers) < 2 or not deltas:
-        return None
-    relations = {relation, *(each.document.relation for each in checked)}
-    stated: tuple[Relation, ...] = ("replace_one", "zero_out", "add_remove")
-    under = next(each for each in stated if each in relations)  # which says something of all
-    seeded = {each.document.ledger_id for each in checked if each.document.seeded}
-    apart = seeded | {name for name, runs in ledgers.items() if not has_guarantee(runs)}
-    fixed = Charges()
-    for name in ledgers.keys() - budgets.keys() - apart:
-        fixed.merge(ledgers[name])  # of a run in two ledgers, the longer record
-    epsilon = PLDAccountant().epsilon(fixed.history(), min(deltas), under) + sum(
-        budget for name, (budget, _) in budgets.items() if name not in apart
-    )
-    return Total(
-        ledgers=len(ledgers),
-        steps=sum(runs.steps for runs in ledgers.values()),
-        epsilon=math.inf if apart else epsilon,
-        delta=min(deltas) + sum(its_own for _, its_own in budgets.values()),
-        relation=under,
-        seeded=tuple(sorted(seeded)),
-        apart=tuple(sorted(apart)),
-        epsilon_of_others=epsilon if apart else None,
-    )
-
-
-def has_guarantee(charges: Charges) -> bool:
-    """Return False if one of the charges promises nothing: it had no noise, or was voided."""
-    has_noise = (event.pair[0] > 0 for event, _ in charges.history() if event.is_gaussian)
-    return charges.voided is None and all(has_noise)

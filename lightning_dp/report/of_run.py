@@ -30,7 +30,7 @@ _NOT_COVERED = (
     "mathematics",
 )
 _REPLANNED = (
-    "the moment of a crash: the noise of the steps after it was planned anew, as if neither records nor "
+    "the moment of a crash: the noise of the steps after it was planned again, as if neither records nor "
     "releases had led to it (a lack of memory may follow them)"
 )
 

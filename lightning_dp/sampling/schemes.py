@@ -229,7 +229,7 @@ def factorisations(logical_batch_size: int) -> list[tuple[int, int]]:
 
 
 def largest_chunk(
-    logical_batch_size: int,
+    logical_batch_size: float,
     accumulate: int,
     world_size: int,
     num_records: int,

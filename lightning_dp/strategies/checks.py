@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from lightning.pytorch import LightningModule, Trainer
@@ -24,26 +26,31 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torchmetrics import Metric
 
 from lightning_dp._checks import MisconfigurationError, check_training_step
 from lightning_dp._refusals import warn
 from lightning_dp._world import is_sharded
 from lightning_dp.config import PrivacyConfig
+from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import BatchPlan, Poisson
-from lightning_dp.strategies.optimizers import Optimizers
 from lightning_dp.strategies.update_guard import trained_by
 
 if TYPE_CHECKING:
     from lightning_dp.strategies.step import PrivateStep
 
 __all__ = [
+    "Monitors",
+    "Optimizers",
     "check_estimator",
     "check_launcher",
     "check_sharding",
     "check_strategy",
     "check_trainer",
     "check_trainer_and_strategy",
+    "find_optimizers",
     "is_model_parallel",
     "weak_settings",
 ]
@@ -53,7 +60,7 @@ _REFUSED_CALLBACKS: dict[type[Callback], str] = {
     LearningRateFinder: "it trains on the data outside the ledger; take the learning rate of "
     "python -m lightning_dp.plan, or compare some in trials of lightning_dp.search.Search",
     BatchSizeFinder: "it trains on the data outside the ledger; choose the logical batch by "
-    "python -m lightning_dp.plan, and the largest physical one that fits by trying made-up records",
+    "python -m lightning_dp.plan, and the largest physical one that fits by trying synthetic records",
     GradientAccumulationScheduler: "it changes the sampling rate during the run; use a constant "
     "Trainer(accumulate_grad_batches=...)",
     StochasticWeightAveraging: "it makes an extra pass over the training data; use "
@@ -203,6 +210,185 @@ def _well_below(records: int) -> float:
     return float(f"1e-{len(str(records)) + 1}")
 
 
+# -- optimizers ------------------------------------------------------------------------------------
+
+_WHICH = (
+    "configure_optimizers gives {} optimizers. Say which one is trained on the records, by its place "
+    "among them, DifferentialPrivacy(private_optimizer={}), or by a module whose parameters it holds: "
+    "private_optimizer={!r}. The others are public, and may use released and synthetic values only (a "
+    "generator's optimizer next to a private discriminator's). If all are trained on the records, put "
+    "all parameters into parameter groups of one optimizer."
+)
+_DISJOINT = (
+    "The private optimizer and a public one both hold the parameters {}. What a public optimizer "
+    "moves must be no part of what is trained on the records: give each parameter to one optimizer."
+)
+_SEVERAL_PROCESSES = (
+    "configure_optimizers gives {} optimizers, and there are {} processes. Each of them would step the "
+    "public ones on other random numbers, so that their weights would drift apart. Use one process: "
+    "Trainer(devices=1)."
+)
+
+
+@dataclass(frozen=True)
+class Optimizers:
+    """The optimizers of a fit.
+
+    Args:
+        private: its gradients are clipped per record and noised; each of its steps is charged.
+        public: the others, in their order.
+        description: for the report; None if there are no others.
+    """
+
+    private: Optimizer
+    public: tuple[Optimizer, ...] = ()
+    description: str | None = None
+
+    @property
+    def public_parameters(self) -> tuple[nn.Parameter, ...]:
+        """The parameters that the public ones move."""
+        return tuple(p for each in self.public for p in trained_by(each))
+
+
+def find_optimizers(
+    optimizers: Sequence[Optimizer],
+    module: LightningModule,
+    named: int | str | None,
+    processes: int = 1,
+) -> Optimizers:
+    """Find the private optimizer among them; refuse what cannot be trained.
+
+    Args:
+        optimizers: what ``configure_optimizers`` gave.
+        module: whose parameters they hold.
+        named: ``private_optimizer``: the place, or the dotted path of a module.
+        processes: of the job.
+
+    Raises:
+        MisconfigurationException: with the cure.
+    """
+    if not optimizers or not optimizers[0].param_groups:
+        raise MisconfigurationError(
+            "configure_optimizers gives no optimizer, so nothing would be trained. Return one "
+            "optimizer over the parameters to train.",
+            topic="optimizer",
+        )
+    place = _place(optimizers, module, named)
+    private = optimizers[place]
+    public = tuple(each for each in optimizers if each is not private)
+    if public and processes > 1:
+        raise MisconfigurationError(
+            _SEVERAL_PROCESSES.format(len(optimizers), processes), topic="several-optimizers"
+        )
+    _check(private, module)
+    for each in public:
+        _check_held(each, module)
+    names = {id(p): name for name, p in module.named_parameters()}
+    mine = {id(p) for group in private.param_groups for p in group["params"]}
+    theirs = {id(p) for each in public for group in each.param_groups for p in group["params"]}
+    if both := sorted(names.get(each, "?") for each in mine & theirs):
+        raise MisconfigurationError(_DISJOINT.format(both[:5]), topic="several-optimizers")
+    _warn_of_left(module, mine | theirs)
+    return Optimizers(private, public, _described(optimizers, place, module) if public else None)
+
+
+def _place(
+    optimizers: Sequence[Optimizer], module: LightningModule, named: int | str | None
+) -> int:
+    if named is None:
+        if len(optimizers) > 1:
+            last = len(optimizers) - 1
+            held = _parts_held(optimizers[last], module)
+            raise MisconfigurationError(
+                _WHICH.format(len(optimizers), last, held[0] if held else "net"),
+                topic="several-optimizers",
+            )
+        return 0
+    if isinstance(named, int):
+        if not 0 <= named < len(optimizers):
+            raise MisconfigurationError(
+                f"private_optimizer={named} is no place among the {len(optimizers)} of "
+                f"configure_optimizers: use 0 to {len(optimizers) - 1}.",
+                topic="several-optimizers",
+            )
+        return named
+    try:
+        part = module.get_submodule(named)
+    except AttributeError:
+        raise MisconfigurationError(
+            f"private_optimizer={named!r} is no module of {type(module).__name__}. It has "
+            f"{[name for name, _ in module.named_children()]}.",
+            topic="several-optimizers",
+        ) from None
+    wanted = {id(p) for p in part.parameters() if p.requires_grad}
+    places = [i for i, each in enumerate(optimizers) if wanted & {id(p) for p in trained_by(each)}]
+    moved = {id(p) for i in places for p in trained_by(optimizers[i])}
+    if len(places) != 1 or not wanted <= moved:
+        raise MisconfigurationError(
+            f"private_optimizer={named!r} must be a module all of whose trainable parameters are in "
+            f"one optimizer; {len(places)} hold some of them. Give the optimizer's place in "
+            f"configure_optimizers: private_optimizer={places[0] if places else 0}.",
+            topic="several-optimizers",
+        )
+    return places[0]
+
+
+def _check(optimizer: Optimizer, module: LightningModule) -> None:
+    if isinstance(optimizer, LBFGS):
+        raise MisconfigurationError(
+            "LBFGS evaluates the loss several times per step, each time on the data. "
+            "Use SGD, Adam or another optimizer that evaluates it once.",
+            topic="optimizer",
+        )
+    _check_held(optimizer, module)
+    if not trained_by(optimizer):
+        raise MisconfigurationError(
+            "The optimizer holds no trainable parameter (requires_grad is False everywhere).",
+            topic="optimizer",
+        )
+
+
+def _check_held(optimizer: Optimizer, module: LightningModule) -> None:
+    own = {id(parameter) for parameter in module.parameters()}
+    if any(id(parameter) not in own for parameter in trained_by(optimizer)):
+        raise MisconfigurationError(
+            "The optimizer holds a parameter that is not a parameter of the LightningModule, so its "
+            "per-record gradients cannot be computed. Register it on the module.",
+            topic="optimizer",
+        )
+
+
+def _warn_of_left(module: LightningModule, held: set[int]) -> None:
+    left = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in held]
+    if left:
+        warn(
+            f"{len(left)} trainable parameters are in no parameter group of the optimizer and will "
+            f"never move: {left[:5]}. Give them to the optimizer, or freeze them with "
+            "requires_grad_(False), which also makes the steps cheaper.",
+            topic="optimizer",
+        )
+
+
+def _described(optimizers: Sequence[Optimizer], place: int, module: LightningModule) -> str:
+    """Return which of them is private, in words."""
+
+    def words(optimizer: Optimizer) -> str:
+        return f"{type(optimizer).__name__} of {', '.join(_parts_held(optimizer, module)) or '?'}"
+
+    others = "; ".join(words(each) for i, each in enumerate(optimizers) if i != place)
+    return (
+        f"{words(optimizers[place])} (number {place} of {len(optimizers)}); public, on released and "
+        f"synthetic values alone as far as the isolation probe sees: {others}"
+    )
+
+
+def _parts_held(optimizer: Optimizer, module: LightningModule) -> list[str]:
+    """Return the names of the module's children that the optimizer holds parameters of."""
+    held = {id(p) for p in trained_by(optimizer)}
+    named = module.named_parameters()
+    return list(dict.fromkeys(name.partition(".")[0] for name, p in named if id(p) in held))
+
+
 # -- sharded parameters ----------------------------------------------------------------------------
 
 _ONE_DIMENSION = (
@@ -280,3 +466,126 @@ def _check_shards(strategy: ModelParallelStrategy, module: nn.Module, optimizer:
     if apart:
         text = _NOT_ALL_RANKS.format(list(apart)[:5], min(apart.values()), world)
         raise MisconfigurationError(text, topic="sharded")
+
+
+# -- metrics of the training data --------------------------------------------------------------------
+
+_PUBLIC = ("epoch", "step", "global_step")  # also where the module logs them
+_CURE = (
+    "It carries no noise, and what follows it steers the next steps by the records past ε. Follow a "
+    "metric of public validation data, or take a schedule that is fixed in advance (StepLR, "
+    "CosineAnnealingLR, OneCycleLR)."
+)
+
+
+class Monitors:
+    """Refuses schedulers that follow a metric of the training data; says which callbacks act on one.
+
+    Metrics of the training data are those that are logged while training: Lightning keeps them
+    apart from those of validation. Which a name is shows when it is logged for the first time, so
+    :meth:`check` is to be called before anything could follow it; it costs a comparison.
+
+    Args:
+        trainer: whose schedulers, callbacks and metrics.
+        run: whose report says what is not covered.
+    """
+
+    def __init__(self, trainer: Trainer, run: PrivateRun) -> None:
+        self._trainer = trainer
+        self._run = run
+        self._logged = 0  # metrics that were known at the last look
+        self._said: set[str] = set()
+
+    def begin(self) -> None:
+        """Check what is known before the first step; without validation, all metrics are training's."""
+        by_hand = next(self._stepped_by_hand(), None)
+        if not self._trainer.enable_validation:
+            if by_hand is not None:
+                raise MisconfigurationError(
+                    f"The module steps a {by_hand} itself, and without validation it can only be by "
+                    f"a metric of the training data. {_CURE}",
+                    topic="schedulers",
+                )
+            self._refuse_schedulers(lambda name: True)
+        elif by_hand is not None:
+            self._warn_once(
+                f"The module steps a {by_hand} itself. If it does so by a metric of the training data, "
+                f"ε does not hold. {_CURE}"
+            )
+        for name, part in self._trainer.lightning_module.named_modules():
+            if isinstance(part, Metric) and part.state_dict():
+                self._note(f"what the metric {name!r} counted, saved in checkpoints without noise")
+        self.check()
+
+    def check(self) -> None:
+        """Look again if something was logged for the first time.
+
+        Raises:
+            MisconfigurationException: if a scheduler follows a metric of the training data.
+        """
+        results: Any = self._trainer.fit_loop.epoch_loop._results
+        if len(results) == self._logged:
+            return
+        self._logged = len(results)
+        names = {name for result in results.values() for name in _names(result.meta)}
+        self._refuse_schedulers(names.__contains__)
+        for who, does, name in self._acting():
+            if name in names and not _is_public(name):
+                self._note(f"{who}: {does}, without noise")
+                self._warn_once(
+                    f"{who} uses a metric of the training data: {does}. It carries no noise and ε does "
+                    "not cover it; the report says so. Use a metric of public validation data, "
+                    "'privacy/epsilon', or none."
+                )
+
+    def _refuse_schedulers(self, is_of_training: Callable[[str], bool]) -> None:
+        for config in self._trainer.lr_scheduler_configs:
+            name = config.monitor
+            if config.reduce_on_plateau and name and is_of_training(name) and not _is_public(name):
+                raise MisconfigurationError(
+                    f"The scheduler {type(config.scheduler).__name__} follows {name!r}, a metric of "
+                    f"the training data. {_CURE}",
+                    topic="schedulers",
+                )
+
+    def _stepped_by_hand(self) -> Iterator[str]:
+        """Yield the kinds of plateau schedulers that Lightning does not step."""
+        module = self._trainer.lightning_module
+        returned = [config.scheduler for config in self._trainer.lr_scheduler_configs]
+        stepped = {id(each) for each in returned} if module.automatic_optimization else set()
+        for scheduler in (*returned, *vars(module).values()):
+            if isinstance(scheduler, ReduceLROnPlateau) and id(scheduler) not in stepped:
+                yield type(scheduler).__name__
+
+    def _acting(self) -> Iterator[tuple[str, str, str]]:
+        """Yield a callback with its argument, what it does with a metric, and the metric's name."""
+        for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
+            kind = type(callback).__name__
+            if isinstance(monitor := getattr(callback, "monitor", None), str):
+                does = (
+                    "what it decides (when training stops, which weights are kept) tells about the "
+                    "records, and its scores are saved in checkpoints"
+                )
+                yield f"{kind}(monitor={monitor!r})", does, monitor
+            if isinstance(filename := getattr(callback, "filename", None), str):
+                for name in re.findall(r"{([^{}:!]+)", filename):
+                    yield f"{kind}(filename={filename!r})", "values are in file names", name
+
+    def _note(self, text: str) -> None:
+        if text not in self._run.not_covered:
+            self._run.not_covered = (*self._run.not_covered, text)
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            if self._trainer.is_global_zero:
+                warn(message, topic="schedulers")
+
+
+def _is_public(name: str) -> bool:
+    return name in _PUBLIC or name.startswith("privacy/")
+
+
+def _names(meta: Any) -> set[str]:
+    """Return the names under which Lightning hands out a metric."""
+    return {meta.name, meta.forked_name(True), meta.forked_name(False)}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sized
-from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import Any, TypeGuard
 
 from lightning.pytorch import Trainer
@@ -77,13 +78,13 @@ def make_private_loader(
         seed=run.config.seed,
         draw=run.draw,
         rate=run.rate,
-        first_step=_StepOfRun(run),
+        first_step=partial(getattr, run, "step"),
     )
-    position = _PlaceInEpoch(trainer.fit_loop.epoch_loop.batch_progress)
+    progress = trainer.fit_loop.epoch_loop.batch_progress
     return PrivateDataLoader(
         checked,
         sampler,
-        position=position,
+        position=partial(attrgetter("current.ready"), progress),  # fetched, by Lightning's count
         admit=_check_asker,
         each_alone=run.config.runs_each_record_alone,
     )
@@ -152,26 +153,6 @@ def _check_block(loader: DataLoader[Any], trainer: Trainer, sampling: AbstractSa
             "Use DataLoader(shuffle=False), or FixedOrder(shuffle=True), which shuffles once.",
             topic="fixed-order",
         )
-
-
-@dataclass(frozen=True)
-class _StepOfRun:
-    """The step of the run at which a pass of the loader begins."""
-
-    run: PrivateRun
-
-    def __call__(self) -> int:
-        return self.run.step
-
-
-@dataclass(frozen=True)
-class _PlaceInEpoch:
-    """The number of chunks of the epoch that Lightning has fetched, by its own count."""
-
-    progress: Any
-
-    def __call__(self) -> int:
-        return int(self.progress.current.ready)
 
 
 def _limit(chunks: int, limit_train_batches: float | int | None) -> int:

@@ -19,8 +19,8 @@ from lightning_dp._refusals import warn
 from lightning_dp._world import held_here
 from lightning_dp.accounting.journal import JournalError
 from lightning_dp.accounting.ledger import Ledger, Neighbours, neighbours, union
+from lightning_dp.report.totals import at_start, with_whole_plan
 from lightning_dp.run import PrivateRun
-from lightning_dp.strategies.totals import at_start, with_whole_plan
 
 __all__ = ["EarlierTraining", "fingerprints", "some_of"]
 

@@ -3,33 +3,52 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from enum import IntEnum
+from typing import Any, NoReturn
 
 import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dp._checks import MisconfigurationError
 from lightning_dp._fix import normalises_over_the_batch
 from lightning_dp._refusals import RefusedRun
-from lightning_dp._snapshot import RandomState
-from lightning_dp._world import as_shard, held_here
+from lightning_dp._snapshot import RandomState, apart, restored
+from lightning_dp._world import World, as_shard, held_here, is_sharded
+from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.boundary import Query
+from lightning_dp.config import PrivacyConfig
 from lightning_dp.functional import unflatten
-from lightning_dp.gradients import OtherRowsError, Replay, UnsupportedModelError
-from lightning_dp.gradients.base import OTHER_ROWS, UNANSWERED, AbstractPerSampleGradients, Forward
+from lightning_dp.gradients import (
+    AbstractGradientEngine,
+    EngineChoice,
+    OtherRowsError,
+    RecordPasses,
+    Replay,
+    UnsupportedModelError,
+)
+from lightning_dp.gradients.base import (
+    OTHER_ROWS,
+    UNANSWERED,
+    AbstractPerSampleGradients,
+    Around,
+    Forward,
+)
 from lightning_dp.gradients.batches import leaves, loss_in
 from lightning_dp.gradients.passes import passes_of
+from lightning_dp.gradients.side_effects import SideEffects
+from lightning_dp.gradients.watched_model import WrapEngine
 from lightning_dp.mechanism import Mechanism
+from lightning_dp.run import PrivateRun
 from lightning_dp.sampling.loader import Chunk
-from lightning_dp.strategies.engine import FitEngine
 from lightning_dp.strategies.update_guard import SameParameters
 
-__all__ = ["PrivateStep"]
+__all__ = ["Agreement", "FitEngine", "Place", "PrivateStep", "end_training"]
 
 _NORMS = (
     "A BatchNorm layer that was frozen and in eval() as the fit began is in train() now: it mixes "
@@ -331,16 +350,7 @@ class PrivateStep:
         replay: Replay,
         here: AbstractPerSampleGradients | None = None,
     ) -> bool:
-        """Answer a query from one chunk; it stays owed if not each of its records has a gradient.
-
-        But a record that runs alone and has none contributes zero.
-
-        Args:
-            here: its gradients at the present parameters, where they are known already.
-
-        Returns:
-            True if there were gradients.
-        """
+        """Answer a query from one chunk; return False, and owe it, if it has no gradients."""
         if query.runs_again and not self._module.automatic_optimization:
             raise MisconfigurationError(
                 "An estimator that compares gradients at two points must run training_step again, "
@@ -356,15 +366,12 @@ class PrivateStep:
             mechanism.answer(found)
         else:
             self._add_nothing(mechanism)
+            # A record that runs alone and has no gradient contributes zero.
             self._batch.owed += 0 if self.one_record else replay.size
         return found is not None
 
     def _add_nothing(self, mechanism: Mechanism, replay: Replay | None = None) -> None:
-        """Let the other processes add up their parts of a sum over shards, where this one has none.
-
-        Args:
-            replay: runs what stands for records in passes that the others make first.
-        """
+        """Take part in the other processes' sum over shards, where this one has no gradients."""
         if self.engine.is_sharded and mechanism.query is not None and mechanism.so_far is not None:
             if replay is not None:
                 self._passes.go_along(mechanism.query, replay)
@@ -423,13 +430,231 @@ def _seeds(count: int) -> list[int]:
 
 
 def _is_one_row(batch: object, size: int) -> bool:
-    """Tell whether a batch of several records holds nothing but tensors of one row.
-
-    An engine would take such a row for one that all records share and no record is in.
-    """
+    """Return True if a batch of several records has tensors of one row alone."""
+    # An engine would take such a row for one that all records share and no record is in.
     tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     return size > 1 and bool(tensors) and all(len(leaf) == 1 for leaf in tensors)
 
 
 def _has_rounds(mechanism: Mechanism) -> bool:
     return mechanism.plan.traits.queries_per_step > 1
+
+
+# -- the engine ----------------------------------------------------------------------------------
+
+_SEVERAL = (
+    "The estimator may ask for more than each record's gradient at the present parameters, and of a pass "
+    "nothing but norms is kept."
+)
+_SHARDS = "Its sums do not go into shards of parameters."
+
+_WAITS = (
+    "A batch has shapes that the gradient engine cannot tell records apart in, and training_step must "
+    "not run again for the next engine, since it waits for other processes (all_gather, all_reduce). "
+    "Leave that out of training_step, or choose engine='one_by_one'."
+)
+
+
+class FitEngine:
+    """The gradient engine on the model of a fit, and the passes under it.
+
+    Args:
+        module: the user's model.
+        config: of the run, with the engine that is wanted.
+        world: the processes of the job.
+        params: the trained parameters.
+        public: parameters of other optimizers, which are trained on no records.
+        wrap: puts something between the engine and the clipping.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        config: PrivacyConfig,
+        world: World,
+        params: Sequence[nn.Parameter],
+        public: Sequence[nn.Parameter],
+        wrap: WrapEngine,
+    ) -> None:
+        self._module, self._world = module, world
+        self.is_sharded = any(is_sharded(param) for param in params)
+        """Each process has a part of each parameter, and all run the same passes together."""
+        is_automatic = module.automatic_optimization and not public
+        self.choice = _choice_for(config, world, is_automatic=is_automatic)
+        self.effects = SideEffects(module)
+        self.passes = RecordPasses(
+            module,
+            params,
+            self.choice,
+            public=public,
+            quietly=self._quietly,
+            again=self.unchanged,
+            wrap=wrap,
+            loss_graph_check=config.checks.loss_graph,
+        )
+        self.watched = self.passes.watched
+
+    def settle(self) -> None:
+        """Go on with the engine that the lead process came to, and with no other, if there are shards.
+
+        All processes make each pass together, so none of them may run a chunk again by itself.
+        """
+        if self.is_sharded:
+            with self.watched.without_engine():  # between two batches
+                self.choice.stay(self._world.broadcast(self.choice.reasons))
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Leave the module as it is while a chunk runs once more, which other ranks do not do.
+
+        Raises:
+            UnsupportedModelError: if the model waits for other ranks.
+        """
+        alone = _NoCollectives() if self._world.size > 1 else nullcontext()  # type: ignore[no-untyped-call]
+        with restored(self._module, global_random=False), alone:
+            yield
+
+    @contextmanager
+    def _quietly(self, engine: AbstractGradientEngine) -> Iterator[Around | None]:
+        """Leave no trace of a run in the module; passes see to the global random states."""
+        one, module = engine.one_record, self._module
+        alone = apart(module) if one else restored(module, global_random=False)
+        in_parts = self.effects.of_step(are_done=False) if engine.runs_parts else nullcontext()
+        with alone, in_parts as around:
+            yield around
+
+
+class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, operations over several processes raise: the others do not make them."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation of this process."""
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise UnsupportedModelError(_WAITS, topic="manual-optimization")
+        return func(*args, **(kwargs or {}))
+
+
+def _choice_for(config: PrivacyConfig, world: World, *, is_automatic: bool) -> EngineChoice:
+    """Return the engines that can do what a run asks for, the named one first."""
+    choice = EngineChoice(config.engine)
+    if config.engine == "ghost":  # norms alone may not be enough; told before a batch is seen
+        if not config.resolved_estimator().traits.asks_one_gradient:
+            choice.fall(UnsupportedModelError(_SEVERAL, topic="unsupported-model"))
+        elif world.is_sharded:
+            choice.fall(UnsupportedModelError(_SHARDS, topic="sharded"))
+    if not is_automatic and config.engine != "one_by_one":
+        choice = choice.whole_batch()  # which goes back, steps, and makes public rows
+    return choice.over_shards() if world.is_sharded else choice
+
+
+# -- one decision on all ranks --------------------------------------------------------------------
+
+_APART = (
+    "the ranks diverged: one of them stepped the optimizer, and another did not. Call "
+    "optimizer.step() for every batch, whatever its records are."
+)
+
+
+class Place(IntEnum):
+    """Meeting places of the ranks in a step."""
+
+    NO_RELEASE = 0
+    RELEASE = 1
+    UPDATE = 2
+    SPOT_CHECK = 3
+    END = 4
+
+
+class Agreement:
+    """The decision of all ranks to go on, or to end a void run; each calls it with what it found.
+
+    It takes one small sum at each place. A rank at another place than the others is a fault, where it
+    would be a dead-lock.
+
+    Args:
+        run: is voided if real records failed a check on any rank.
+        world: the processes of the job.
+        device: where tensors must be to be summed.
+        broadcast: gives every rank the text of one of them.
+        leave: called when the run is void, whatever else fails then.
+    """
+
+    def __init__(
+        self,
+        run: PrivateRun,
+        world: World,
+        device: torch.device,
+        broadcast: Callable[[str | None, int], str | None],
+        leave: Callable[[], None],
+    ) -> None:
+        self._run, self._world, self._device = run, world, device
+        self._broadcast, self._leave = broadcast, leave
+
+    def __call__(self, fault: str | None, place: Place = Place.RELEASE, *, unused: int = 0) -> None:
+        """Go on, or end the run.
+
+        Args:
+            fault: what this rank found, or None.
+            place: where it is.
+            unused: charges of which nothing was used so far.
+
+        Raises:
+            VoidedRunError: on all ranks.
+            MisconfigurationException: instead, if those are all charges: there is nothing to withdraw.
+        """
+        if (voided := self._run.voided) is not None:  # and somebody caught the error
+            raise VoidedRunError(voided)
+        reason = self._common(fault, place)
+        if reason is None:
+            return
+        if self._run.steps_begun <= unused:
+            raise MisconfigurationError(reason, topic="voided-run")
+        self._end(reason)
+
+    def anyone(self, found: bool, place: Place) -> bool:
+        """Tell every rank whether one of them found something.
+
+        Raises:
+            VoidedRunError: on all ranks, if one of them is at another place.
+        """
+        reason = self._common("" if found else None, place)
+        if reason is not None and reason != "":
+            self._end(reason)
+        return reason is not None
+
+    def _end(self, reason: str) -> NoReturn:
+        try:
+            self._run.void(reason)
+        finally:  # also if the disk is full
+            self._leave()
+        raise VoidedRunError(reason)
+
+    def _common(self, fault: str | None, place: Place) -> str | None:
+        """Return the first rank's fault on every rank; None if there is none anywhere."""
+        rank, size = self._world.rank, self._world.size
+        if size == 1:
+            return fault
+        # One vector for both questions: how many ranks are at each place, and which ones are at fault.
+        marks = torch.zeros(len(Place) + size, device=self._device)
+        marks[place] = 1.0
+        marks[len(Place) + rank] = float(fault is not None)
+        marks_of_all = self._world.all_reduce(marks).tolist()
+        if round(marks_of_all[place]) != size:
+            return _APART
+        faulty = [each for each in range(size) if marks_of_all[len(Place) + each]]
+        return self._broadcast(fault, faulty[0]) if faulty else None
+
+
+def end_training(trainer: Trainer, run: PrivateRun, reason: str = "privacy budget reached") -> None:
+    """Stop the Trainer; no minimum of epochs or steps overrides a budget."""
+    trainer.should_stop = True
+    trainer.fit_loop.min_epochs = 0
+    trainer.fit_loop.epoch_loop.min_steps = None
+    if run.stop_reason is None:
+        run.stop_reason = reason

@@ -24,6 +24,7 @@ from lightning_dp._checks import MisconfigurationError, check_model
 from lightning_dp._files import local_folder
 from lightning_dp._refusals import RefusedRun, RefusedSetting, text_of, warn
 from lightning_dp._world import World, gathered, scattered
+from lightning_dp.accounting.base import epsilon_text
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.estimators import MeanGradient
 from lightning_dp.gradients import AbstractGradientEngine, CoupledLossError, UnsupportedModelError
@@ -33,12 +34,16 @@ from lightning_dp.gradients.graph import WaitingLosses
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.plan.advice import Setting, optimizer_setting
 from lightning_dp.run import PrivateRun
+from lightning_dp.strategies import PrivacyCallback
 from lightning_dp.strategies.alone import RecordsAlone
 from lightning_dp.strategies.checks import (
+    Monitors,
+    Optimizers,
     check_estimator,
     check_sharding,
     check_trainer,
     check_trainer_and_strategy,
+    find_optimizers,
     is_model_parallel,
     weak_settings,
 )
@@ -51,13 +56,8 @@ from lightning_dp.strategies.data import (
     private_loader_of,
 )
 from lightning_dp.strategies.earlier_training import EarlierTraining
-from lightning_dp.strategies.early_end import Agreement, Place, end_before_first_step, end_training
-from lightning_dp.strategies.engine import FitEngine
-from lightning_dp.strategies.hooks import PrivacyCallback, among
 from lightning_dp.strategies.isolation import IsolationWatch
-from lightning_dp.strategies.monitors import Monitors
-from lightning_dp.strategies.optimizers import Optimizers, find_optimizers
-from lightning_dp.strategies.step import PrivateStep
+from lightning_dp.strategies.step import Agreement, FitEngine, Place, PrivateStep, end_training
 from lightning_dp.strategies.update_guard import (
     GradientGuard,
     SameParameters,
@@ -217,7 +217,7 @@ class DifferentialPrivacyStrategy(Strategy):
         run = self.private_run
         check_trainer(trainer)
         folder = self._folder
-        self._callbacks = among(trainer, self._given)
+        self._callbacks = _among(trainer, self._given)
         super().setup(trainer)
         named = run.config.private_optimizer
         optimizers = find_optimizers(self.optimizers, self._module, named, self.world_size)
@@ -301,7 +301,7 @@ class DifferentialPrivacyStrategy(Strategy):
         for callback in self._callbacks:
             callback.on_privacy_start(trainer, run, fit.folder)
         if planned_steps and run.exhausted:
-            end_before_first_step(trainer, run, self._mechanism)
+            _end_before_first_step(trainer, run, self._mechanism)
 
     def _steps_before(self) -> int:
         """Return the private steps that this Trainer has made: it counts those of all optimizers."""
@@ -663,17 +663,30 @@ class DifferentialPrivacyStrategy(Strategy):
         return {**super().__getstate__(), "_fit": None, "_watch": None, "_sharded": ()}
 
 
+def _among(trainer: Trainer, given: Sequence[PrivacyCallback]) -> tuple[PrivacyCallback, ...]:
+    """Return the Trainer's own, and of those given the ones of another kind."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    own = [each for each in callbacks if isinstance(each, PrivacyCallback)]
+    return (*own, *(new for new in given if not any(isinstance(each, type(new)) for each in own)))
+
+
+def _end_before_first_step(trainer: Trainer, run: PrivateRun, mechanism: Mechanism) -> None:
+    """Stop the Trainer where the budget does not allow one step, and warn."""
+    end_training(
+        trainer,
+        run,
+        f"the budget (ε = {run.config.target_epsilon} at δ = {run.config.target_delta}, "
+        f"{epsilon_text(run.epsilon)} of it spent) does not allow one step with noise multiplier "
+        f"{mechanism.next_noise_multiplier:.4g}; raise target_epsilon or the noise",
+    )
+    if trainer.is_global_zero:
+        warn(f"No training step was made: {run.stop_reason}.", topic="budget-exhausted")
+
+
 def _setting_of(
     run: PrivateRun, optimizers: Optimizers, planned_steps: float, processes: int
 ) -> Setting:
-    """Return the setting of a fit whose plan was declared.
-
-    Args:
-        run: its batches, its budget, and its mechanism at the first step of this fit.
-        optimizers: the private one, and if there are others.
-        planned_steps: that the Trainer is going to make.
-        processes: that share each batch.
-    """
+    """Return the setting of a fit whose plan was declared, at its first step."""
     config, batches, mechanism = run.config, run.batches, run.mechanism
     assert batches is not None and mechanism is not None
     plan, is_alone = mechanism.plan, run.steps == mechanism.step and not run.ledger.runs.external
@@ -708,11 +721,7 @@ def _setting_of(
 
 
 def _default_folder(trainer: Trainer) -> Path:
-    """Return ``<default_root_dir>/privacy``, absolute.
-
-    Raises:
-        ValueError: if the Trainer's folder is not one of this machine, or has no name in UTF-8.
-    """
+    """Return ``<default_root_dir>/privacy``, absolute, if it is one of this machine."""
     try:
         return local_folder("default_root_dir", trainer.default_root_dir) / "privacy"
     except ValueError as error:
@@ -731,23 +740,12 @@ def _write_record(
     is_writer: bool,
     sharded: Sequence[Tensor] = (),
 ) -> PrivacyReport | None:
-    """Put the record into a checkpoint that is about to be saved.
-
-    Args:
-        checkpoint: what Lightning saves.
-        run: whose state it will hold.
-        sharded: the trained parameters, where each process has a part of them; the record has whole
-            vectors, for any number of processes.
-        is_writer: on the process that writes the file the record has the report in it.
-
-    Returns:
-        The report there; None on other processes.
-    """
+    """Put the run's record into a checkpoint; on the process that writes it, return its report."""
     from lightning_dp.report.files import CHECKPOINT_KEY, in_checkpoint
     from lightning_dp.report.of_run import report
 
     record = run.state_dict()
-    if sharded:
+    if sharded:  # whole vectors, for any number of processes
         record["mechanism"] = gathered(record["mechanism"], sharded)
     checkpoint[CHECKPOINT_KEY] = record
     if "callbacks" in checkpoint:  # those that a later Trainer misses are named in its warning
@@ -760,11 +758,7 @@ def _write_record(
 
 
 def _record_in(checkpoint: Any, path: Any) -> dict[str, Any]:
-    """Return the record of a checkpoint that a private run goes on from.
-
-    Raises:
-        ValueError: if it holds none.
-    """
+    """Return the record of a checkpoint that a private run goes on from."""
     from lightning_dp.report.files import CHECKPOINT_KEY
 
     if not isinstance(checkpoint, Mapping) or CHECKPOINT_KEY not in checkpoint:
@@ -805,11 +799,8 @@ def install(
 
 
 def _private(strategy: Strategy, kind: type[_Kind]) -> _Kind:
-    """Make the strategy a private one, in place: the Trainer keeps the object it chose.
-
-    Its class becomes a subclass of the mixin and the class it had. Replacing the object would
-    lose what the Trainer has connected to it already.
-    """
+    """Make the strategy a private one in place, by its class."""
+    # Another object would lose what the Trainer has connected to this one already.
     if not isinstance(strategy, DifferentialPrivacyStrategy):
         strategy.__class__ = _private_class(kind, type(strategy))
     assert isinstance(strategy, kind)

@@ -24,10 +24,10 @@ from lightning_dp._world import held_here
 
 __all__ = [
     "GradientGuard",
-    "Marks",
     "SameParameters",
     "StepGuard",
     "UnwrittenWeights",
+    "WriteCounts",
     "evaluated_once",
     "trained_by",
     "watched",
@@ -75,7 +75,7 @@ _CLIPS = ("clip_gradients", "clip_grad_by_norm", "clip_grad_by_value", "main_par
 _IS_TRAINED = attrgetter("requires_grad")
 
 
-class Marks:
+class WriteCounts:
     """The memory of some tensors, and how often each was written to, as autograd counts it.
 
     What is written through ``.data`` or an array of NumPy is not counted.
@@ -85,35 +85,36 @@ class Marks:
 
     Example:
         >>> weight, bias = torch.ones(2), torch.ones(1)
-        >>> marks = Marks([weight, bias])
+        >>> counts = WriteCounts([weight, bias])
         >>> bias.add_(1).item()
         2.0
-        >>> marks.written()
+        >>> counts.written()
         [1]
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         here = held_here(tensors)
         self._tensors, self._memory = tensors, [each.data for each in here]
-        self._versions = list(map(_version, here))
+        self._versions = _versions(here)
 
     def written(self) -> list[int]:
         """Return the positions of those that were written to, or got memory with other values."""
         now = held_here(self._tensors)
-        looks = zip(now, self._memory, self._versions, strict=True)
-        return [i for i, look in enumerate(looks) if _is_written(*look)]
+        pairs = zip(self._memory, now, self._versions, _versions(now), strict=True)
+        return [
+            i
+            for i, (memory, tensor, before, after) in enumerate(pairs)
+            if before != after
+            # Other memory may hold the same: an LSTM puts its weights together.
+            or (
+                (memory.data_ptr() != tensor.data_ptr() or memory.shape != tensor.shape)
+                and not torch.equal(memory, tensor.detach().to(memory))
+            )
+        ]
 
 
-def _is_written(now: Tensor, memory: Tensor, version: int) -> bool:
-    if _version(now) != version:
-        return True
-    # Other memory may hold the same: an LSTM puts its weights together.
-    is_same = memory.data_ptr() == now.data_ptr() and memory.shape == now.shape
-    return not (is_same or torch.equal(memory, now.detach().to(memory)))
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [0 if each.is_inference() else each._version for each in tensors]
 
 
 class SameParameters:
@@ -177,8 +178,8 @@ def trained_by(optimizer: Optimizer) -> tuple[nn.Parameter, ...]:
     return tuple([p for p in _moved(optimizer) if p.requires_grad])
 
 
-def _moved(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    return (param for group in optimizer.param_groups for param in group["params"])
+def _moved(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _are_the_same(some: Sequence[object], others: Sequence[object]) -> bool:
@@ -202,12 +203,12 @@ class UnwrittenWeights:
             for name, param in module.named_parameters()
             if id(param) not in others and _is_plain(param)
         }
-        self._before: Marks | None = None
+        self._before: WriteCounts | None = None
         self._is_first = True
 
     def enter_forward(self) -> None:
         """Look at the parameters as ``training_step`` begins."""
-        self._before = Marks(list(self._params.values()))
+        self._before = WriteCounts(list(self._params.values()))
 
     def leave_forward(self) -> str | None:
         """Return why the step may not be released: at the end of ``training_step``, or in backward.
@@ -361,7 +362,7 @@ class GradientGuard:
         self._is_declared = is_declared
         self._waits = False  # a release for its step
         self._released: list[Tensor | None] = []
-        self._marks = Marks([])  # of what was released
+        self._marks = WriteCounts([])  # of what was released
         self._is_edited = False  # before it was clipped
         self._asked: dict[Clipping, Callable[[], None]] = {}  # before the release
         self._clipped: list[Clipping] = []  # since the release
@@ -393,7 +394,7 @@ class GradientGuard:
 
     def _look(self) -> None:
         self._released = self._gradients()
-        self._marks = Marks([each for each in self._released if each is not None])
+        self._marks = WriteCounts([each for each in self._released if each is not None])
 
     def _differ(self) -> bool:
         is_same = _are_the_same(self._gradients(), self._released)
@@ -471,7 +472,7 @@ class GradientGuard:
 def _state_of(optimizer: Optimizer) -> dict[int, tuple[Tensor, int]]:
     states = [state for state in optimizer.state.values() if isinstance(state, dict)]
     found = [each for state in states for each in state.values() if isinstance(each, Tensor)]
-    return {id(each): (each, _version(each)) for each in found}
+    return dict(zip(map(id, found), zip(found, _versions(found), strict=True), strict=True))
 
 
 def watched(plugin: Precision, guard: GradientGuard, private: Optimizer) -> Precision:

@@ -157,7 +157,7 @@ def test_a_pld_accountant_is_frozen_and_its_accuracies_are_checked():
             PLDAccountant(**{name: value})
 
 
-@examples(max_examples=20)
+@examples(max_examples=5)
 @given(asked=st.lists(st.tuples(histories, st.sampled_from([1e-5, 1e-6])), min_size=1, max_size=4))
 def test_a_cache_takes_no_value_for_another(asked):
     accountant = StreamingRDPAccountant()

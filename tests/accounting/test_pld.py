@@ -23,7 +23,7 @@ from lightning_dp.accounting import (
     delta,
     epsilon,
 )
-from lightning_dp.accounting._grid import Direction, GridSearch, Target
+from lightning_dp.accounting._grid import GridSearch, Target
 from lightning_dp.accounting._grouping import as_mixture
 from lightning_dp.accounting._pmf import discretise, forward_profile
 from lightning_dp.accounting.events import PoissonRound
@@ -90,15 +90,16 @@ def test_each_direction_is_the_hockey_stick_of_its_pair(oracle, backward):
         float(oracle.one_step(0.2, step, "add_remove", b)) for b in (not backward, backward)
     )
     steps, target = merge([(P(*step), 1)]), Target(epsilon=0.2)
-    direction = Direction(GridSearch(2.5e-4, 0.04), target, "add_remove", backward)
-    value = direction.value(steps, 0.0)
+    value = GridSearch(2.5e-4, 0.04, (), "add_remove", target, backward).value(steps, 0.0)
     assert exact * (1 - 1e-9) <= value <= exact * 1.001
     assert value != pytest.approx(other, rel=0.02)
 
 
 @pytest.mark.parametrize("worse", [False, True])
 def test_the_worse_direction_counts(monkeypatch, worse):
-    monkeypatch.setattr(Direction, "value", lambda self, *_: 0.2 if self.backward == worse else 0.1)
+    monkeypatch.setattr(
+        GridSearch, "value", lambda self, *_: 0.2 if self.backward == worse else 0.1
+    )
     assert delta(P(0.1, 0.5), 0.5) == epsilon(P(0.1, 0.5), 1e-5) == 0.2
 
 
@@ -370,9 +371,8 @@ def test_a_window_that_is_too_narrow_is_paid_for_in_delta(monkeypatch):
     history = [(P(1.0, 0.05), 100)]
     truth = delta(history, 1.0)
     mixture = as_mixture(merge(history), "add_remove", 0.1, exact=32)
-    search = GridSearch(2.5e-4, 0.04)
-    direction = Direction(search, Target(epsilon=1.0), "add_remove", False)
-    plan = direction.plan(mixture, 0.0, math.inf)
+    search = GridSearch(2.5e-4, 0.04, (), "add_remove", Target(epsilon=1.0))
+    plan = search.plan(mixture, 0.0, math.inf)
     grid, (z, q) = plan.grid, mixture.nodes[0]
 
     def found(ends: tuple[float, float]) -> float:
@@ -410,7 +410,7 @@ def test_a_step_of_little_noise_is_bounded_by_the_chance_to_take_part(z, q, rela
 def test_many_steps_of_little_noise_are_bounded_a_little_above_the_grid(relation):
     steps = merge([(P(0.05, 0.01), 100), (P(0.06, 0.004), 50)])
     target = Target(log_delta=math.log(1e-5))
-    on_grid = GridSearch(2.5e-4, 0.04).worst_direction(steps, target, relation)
+    on_grid = GridSearch(2.5e-4, 0.04, (), relation, target).worst_direction(steps)
     factor = 1.0 if relation == "add_remove" else 4.0  # Gaussians at twice the distance
     assert on_grid <= LittleNoise.of(steps, relation).epsilon(1e-5) <= 1.5 * factor * on_grid
 

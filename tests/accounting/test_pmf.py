@@ -14,7 +14,7 @@ from scipy.stats import norm
 from lightning_dp.accounting import Gaussian, PoissonGaussian, StreamingRDPAccountant, epsilon
 from lightning_dp.accounting._composition import sum_of_logs
 from lightning_dp.accounting._grid import CurveSearch
-from lightning_dp.accounting._grouping import Cell, Mixture, as_mixture, coarse
+from lightning_dp.accounting._grouping import Cell, Mixture, as_mixture
 from lightning_dp.accounting._pmf import (
     backward_profile,
     discretise,
@@ -156,25 +156,6 @@ def test_few_steps_are_left_alone():
     assert mixture.is_exact and mixture.nodes == list(zip(*columns, strict=True))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    noise=st.lists(st.one_of(st.just(0.0), st.floats(1e-3, 1e3)), min_size=1, max_size=300),
-    seed=st.integers(0, 99),
-)
-def test_a_coarse_history_costs_no_less_and_hardly_more(noise, seed):
-    rng = np.random.default_rng(seed)
-    history = [(PoissonGaussian(z, float(rng.choice([0.01, 0.02]))), 2) for z in noise]
-    history.append((Gaussian(3.0), 1))
-    merged = coarse(history)
-    assert sum(count for _, count in merged) == 2 * len(noise) + 1
-    if len(history) <= 50:
-        assert merged is history
-    for event, _ in history:  # each has a cheaper one nearby
-        z, q = event.pair
-        near = [other.pair[0] for other, _ in merged if other.pair[1] == q]
-        assert any(other <= z <= 1.02 * other for other in near)
-
-
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     members=st.sampled_from([1, 20, 300]),  # beyond 64 members the series is used
@@ -240,8 +221,8 @@ def test_the_worse_direction_of_a_curve_counts(monkeypatch, worse):
     monkeypatch.setattr(
         CurveSearch,
         "_group",
-        lambda self, run, direction, least: np.full(
-            run.size, 0.2 if direction.backward == worse else 0.1
+        lambda self, run, search, least: np.full(
+            run.size, 0.2 if search.backward == worse else 0.1
         ),
     )
     assert list(epsilon_curve(PoissonGaussian(0.1, 0.5), [1, 2], 1e-5)) == [0.2, 0.2]

@@ -18,7 +18,7 @@ from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPl
 from lightning_dp.federated.ledger import ReleaseLedger, Spending
 from lightning_dp.federated.synchronous import BVRLSGD, QueryClient, SynchronousServer
 from lightning_dp.noise_plan import NoisePlan
-from tests.arguments.door import Door
+from tests.arguments.training_doors import door
 
 SIZES = PolynomialSizes(a=0, b=16)
 NOISE_PLAN = NoisePlan(1.0, Constant(), Poisson(), 0.5)
@@ -37,103 +37,89 @@ class Ten:
 
 
 FEDERATED = [
-    Door(
-        AsyncServer,
-        {"num_clients": 2},
-        whole=("num_clients",),
-        others={"run": "trial", "start": torch.zeros(1), "plan": ASYNC_PLAN},
-    ),
-    Door(
+    door(AsyncServer, num_clients=2, run="trial", start=torch.zeros(1), plan=ASYNC_PLAN),
+    door(
         AsyncClient,
-        {"share": 1.0},
-        others={
-            "plan": ASYNC_PLAN,
-            "records": Ten(),
-            "ledger": LEDGER,
-            "run": "trial",
-            "privacy": ClientPrivacy(1.0, 1.0, target_epsilon=3.0),
-        },
+        share=1.0,
+        plan=ASYNC_PLAN,
+        records=Ten(),
+        ledger=LEDGER,
+        run="trial",
+        privacy=ClientPrivacy(1.0, 1.0, target_epsilon=3.0),
     ),
-    Door(PolynomialSizes, {"a": 1.0, "b": 16.0, "c": 0.5, "first": 1}, whole=("first",)),
-    Door(ConstantSteps, {"eta0": 0.1}),
-    Door(InverseSteps, {"eta0": 0.1, "beta": 0.01}),
-    Door(rounds_for, {"gradients": 100.0}, others={"sizes": SIZES}),
-    Door(
-        AsyncPlan,
-        {"rounds": 3, "lag": 1, "keep": 2, "mask_seed": 1},
-        whole=("rounds", "lag", "keep", "mask_seed"),
-        others={"sizes": SIZES, "steps": ConstantSteps(0.1)},
-    ),
-    Door(
+    door(PolynomialSizes, a=1.0, b=16.0, c=0.5, first=1),
+    door(ConstantSteps, eta0=0.1),
+    door(InverseSteps, eta0=0.1, beta=0.01),
+    door(rounds_for, gradients=100.0, sizes=SIZES),
+    door(AsyncPlan, rounds=3, lag=1, keep=2, mask_seed=1, sizes=SIZES, steps=ConstantSteps(0.1)),
+    door(
         CubicNewtonPlan,
-        {"clients": 3, "rounds": 10, "step_scale": 1.0, "whole_steps": False},
-        whole=("clients", "rounds"),
-        flags=("whole_steps",),
-        others={"newton": CubicNewton(1.0, 0.0, inner_steps=2)},
+        clients=3,
+        rounds=10,
+        step_scale=1.0,
+        whole_steps=False,
+        newton=CubicNewton(1.0, 0.0, inner_steps=2),
     ),
-    Door(
+    door(
         BVRLSGD,
-        {
-            "learning_rate": 0.1,
-            "local_steps": 2,
-            "diff_norm": 1.0,
-            "noise_multiplier": 1.0,
-            "sample_rate": 0.1,
-        },
-        whole=("local_steps",),
+        learning_rate=0.1,
+        local_steps=2,
+        diff_norm=1.0,
+        noise_multiplier=1.0,
+        sample_rate=0.1,
     ),
-    Door(
+    door(
         ClientPrivacy,
-        {
-            "max_grad_norm": 1.0,
-            "noise_multiplier": 1.0,
-            "target_epsilon": 1.0,
-            "target_delta": 1e-5,
-            "seed": 3,
-        },
-        whole=("seed",),
+        max_grad_norm=1.0,
+        noise_multiplier=1.0,
+        target_epsilon=1.0,
+        target_delta=1e-05,
+        seed=3,
     ),
-    Door(
+    door(
         Spending,
-        {"rounds": 3, "target_epsilon": 1.0, "target_delta": 1e-5, "retain": 1},
-        whole=("rounds", "retain"),
-        others={"run": "trial", "events": lambda i: [Gaussian(3.0)]},
+        rounds=3,
+        target_epsilon=1.0,
+        target_delta=1e-05,
+        retain=1,
+        run="trial",
+        events=lambda i: [Gaussian(3.0)],
     ),
-    Door(
+    door(
         SynchronousServer,
-        {"rounds": 3, "num_clients": 2, "num_records": 10, "learning_rate": 0.1, "seed": 3},
-        whole=("rounds", "num_clients", "num_records", "seed"),
-        others={"run": "trial", "plan": NOISE_PLAN, "start": torch.zeros(3)},
+        rounds=3,
+        num_clients=2,
+        num_records=10,
+        learning_rate=0.1,
+        seed=3,
+        run="trial",
+        plan=NOISE_PLAN,
+        start=torch.zeros(3),
     ),
-    Door(
+    door(
         QueryClient,
-        {
-            "rounds": 3,
-            "target_epsilon": 1.0,
-            "target_delta": 1e-5,
-            "client": 0,
-            "num_clients": 2,
-            "seed": 3,
-        },
-        whole=("rounds", "client", "num_clients", "seed"),
-        others={"run": "trial", "plan": NOISE_PLAN, "records": Ten(), "ledger": LEDGER},
+        rounds=3,
+        target_epsilon=1.0,
+        target_delta=1e-05,
+        client=0,
+        num_clients=2,
+        seed=3,
+        run="trial",
+        plan=NOISE_PLAN,
+        records=Ten(),
+        ledger=LEDGER,
     ),
-    Door(
+    door(
         CubicNewtonClient,
-        {
-            "noise_multiplier": 1.0,
-            "target_epsilon": 1.0,
-            "target_delta": 1e-5,
-            "sample_rate": 0.5,
-            "seed": 3,
-        },
-        whole=("seed",),
-        others={
-            "run": "trial",
-            "plan": CubicNewtonPlan(CubicNewton(1.0, 0.0, inner_steps=1), clients=2, rounds=3),
-            "client": 0,
-            "records": Ten(),
-            "ledger": LEDGER,
-        },
+        noise_multiplier=1.0,
+        target_epsilon=1.0,
+        target_delta=1e-05,
+        sample_rate=0.5,
+        seed=3,
+        run="trial",
+        plan=CubicNewtonPlan(CubicNewton(1.0, 0.0, inner_steps=1), clients=2, rounds=3),
+        client=0,
+        records=Ten(),
+        ledger=LEDGER,
     ),
 ]

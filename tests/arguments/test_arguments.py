@@ -14,59 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.arguments.door import Door
 from tests.arguments.federated_doors import FEDERATED
 from tests.arguments.training_doors import TRAINING
 
-DOORS = [*TRAINING, *FEDERATED]
-
-
-def lookalikes(good: Any) -> Iterator[Any]:
-    """Values that Python computes with as if they were this number, and that are none."""
-    yield from (str(good), Decimal(str(good)), np.array(good), torch.tensor(good), [good], 1j)
-    yield from (np.bool_(True), math.nan, b"1", {}, object())
-
-
-def wrong(door: Door) -> Iterator[tuple[str, Any]]:
-    """Each number that a door takes, with every value that is none."""
-    for name, good in door.good.items():
-        if name in door.flags:
-            yield from ((name, value) for value in (1, 0, "yes", None, np.bool_(True)))
-        else:
-            yield from ((name, value) for value in (True, *lookalikes(good)))
-        if name in door.whole:
-            yield name, 2.5
-
-
-def is_refused(door: Door, name: str, value: Any) -> bool:
-    try:
-        door.call(**{**door.others, **door.good, name: value})
-    except (ValueError, TypeError) as error:
-        return re.search(rf"\b{name}\b", str(error)) is not None
-    return False
-
-
-@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.name)
-def test_what_is_no_number_is_refused_by_its_arguments_name(door):
-    assert [(name, each) for name, each in wrong(door) if not is_refused(door, name, each)] == []
-
-
-@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.name)
-def test_equal_numbers_of_other_libraries_are_taken(door):
-    def other(name: str, value: Any) -> Any:
-        if name in door.flags:
-            return value
-        return np.int64(value) if isinstance(value, int) else np.float64(value)
-
-    door.call(**door.others, **{name: other(name, value) for name, value in door.good.items()})
-
-
-# -- the table is complete -----------------------------------------------------------------------
-
-PACKAGES = [
-    *("", ".callbacks", ".accounting", ".metrics", ".plotting", ".audit", ".federated"),
-    *(".plan", ".search", ".report"),
-]
+DOORS = [*TRAINING, *FEDERATED]  # public callables, each with good arguments
+every_door = pytest.mark.parametrize(
+    ("call", "good"), DOORS, ids=lambda each: getattr(each, "__qualname__", "")
+)
 # What takes a number that is checked in a test of its own, or that a user does not choose.
 ELSEWHERE = {
     "epsilon_text.epsilon",  # also nan and inf
@@ -80,14 +34,66 @@ ELSEWHERE = {
 }
 
 
-def numbers_of(thing: Callable[..., Any]) -> list[str]:
-    """The arguments of a callable that are annotated as numbers, flags among them."""
-    kinds = {"float", "int", "bool"}
-    return [
-        name
-        for name, parameter in inspect.signature(thing).parameters.items()
-        if kinds & set(str(parameter.annotation).replace(" ", "").split("|"))
+def numbers_of(call: Callable[..., Any]) -> dict[str, set[str]]:
+    """The kinds of the arguments that are annotated as numbers, flags among them."""
+    kinds = {
+        name: {"float", "int", "bool"} & set(str(each.annotation).replace(" ", "").split("|"))
+        for name, each in inspect.signature(call).parameters.items()
+    }
+    name = getattr(call, "__qualname__", "")
+    return {
+        each: kind for each, kind in kinds.items() if kind and f"{name}.{each}" not in ELSEWHERE
+    }
+
+
+def wrong(kinds: set[str], good: Any) -> Iterator[Any]:
+    """What looks like a number of these kinds to Python, and is none."""
+    if kinds == {"bool"}:
+        yield from (1, 0, "yes", None, np.bool_(True))
+        return
+    yield from (True, str(good), Decimal(str(good)), np.array(good), torch.tensor(good), [good], 1j)
+    yield from (np.bool_(True), math.nan, b"1", {}, object())
+    if "float" not in kinds:
+        yield 2.5
+
+
+def is_refused(call: Callable[..., Any], good: dict[str, Any], name: str, value: Any) -> bool:
+    try:
+        call(**{**good, name: value})
+    except (ValueError, TypeError) as error:
+        return re.search(rf"\b{name}\b", str(error)) is not None
+    return False
+
+
+@every_door
+def test_what_is_no_number_is_refused_by_its_arguments_name(call, good):
+    tried = [
+        (name, value)
+        for name, kinds in numbers_of(call).items()
+        if isinstance(good.get(name), int | float)
+        for value in wrong(kinds, good[name])
     ]
+    assert tried and [each for each in tried if not is_refused(call, good, *each)] == []
+
+
+@every_door
+def test_equal_numbers_of_other_libraries_are_taken(call, good):
+    kinds = numbers_of(call)
+
+    def other(name: str, value: Any) -> Any:
+        if name not in kinds or not isinstance(value, int | float) or isinstance(value, bool):
+            return value
+        return np.int64(value) if isinstance(value, int) else np.float64(value)
+
+    call(**{name: other(name, value) for name, value in good.items()})
+
+
+# -- the table is complete -----------------------------------------------------------------------
+
+PACKAGES = [
+    *("", ".callbacks", ".accounting", ".metrics", ".plotting", ".audit", ".federated"),
+    *(".plan", ".search", ".report"),
+]
 
 
 def public_numbers() -> Iterator[str]:
@@ -102,6 +108,6 @@ def public_numbers() -> Iterator[str]:
 
 
 def test_every_number_that_a_public_name_takes_is_in_the_table():
-    tried = {f"{door.name}.{name}" for door in DOORS for name in door.good}
+    tried = {f"{call.__qualname__}.{name}" for call, good in DOORS for name in good}
     asked = {name for name in public_numbers() if not name.startswith("PrivacyReport.")}  # a result
     assert sorted(asked - tried - ELSEWHERE) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -60,7 +61,6 @@ from lightning_dp.schedules import (
     StepDecay,
 )
 from lightning_dp.search import Search
-from tests.arguments.door import Door
 
 STEPS = [(Gaussian(3.0), 10)]
 
@@ -94,7 +94,6 @@ CONFIGURATION = {
     "advice": True,
     "count_clipped": False,
 }
-FLAGS = ("advice", "count_clipped")
 
 
 class OneLayer(LightningModule):
@@ -108,227 +107,122 @@ class OneLayer(LightningModule):
         return self.layer(batch).square().mean()
 
 
+def door(call: Callable[..., Any], **good: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return a public callable with good arguments for it."""
+    return call, good
+
+
 TRAINING = [
-    Door(DifferentialPrivacy, CONFIGURATION, whole=("seed",), flags=FLAGS),
-    Door(PrivacyConfig, CONFIGURATION, whole=("seed",), flags=FLAGS),
-    Door(
-        BatchPlan,
-        {"num_records": 9, "sample_rate": 0.5, "chunks_per_step": 1, "steps_per_epoch": 2},
-        whole=("num_records", "chunks_per_step", "steps_per_epoch"),
-    ),
-    Door(
+    door(DifferentialPrivacy, **CONFIGURATION),
+    door(PrivacyConfig, **CONFIGURATION),
+    door(BatchPlan, num_records=9, sample_rate=0.5, chunks_per_step=1, steps_per_epoch=2),
+    door(
         Traits,
-        {
-            "period": 3,
-            "queries_per_step": 1,
-            "longest_silence": 2,
-            "uses_hessian": False,
-            "estimates_gradient": True,
-        },
-        whole=("period", "queries_per_step"),
-        flags=("uses_hessian", "estimates_gradient"),
+        period=3,
+        queries_per_step=1,
+        longest_silence=2,
+        uses_hessian=False,
+        estimates_gradient=True,
     ),
-    Door(epsilon_text, {"digits": 3}, whole=("digits",), others={"epsilon": 1.0}),
-    Door(InverseRootSteps, {"eta0": 0.1, "beta": 0.01}),
-    Door(MeanGradient, {"max_grad_norm": 1.0}),
-    Door(
-        Diff2,
-        {
-            "restart_every": 3,
-            "max_grad_norm": 1.0,
-            "diff_norm": 1.0,
-            "split": 1.5,
-            "restart_rate": 2.0,
-        },
-        whole=("restart_every",),
-    ),
-    Door(Diff2, {"step_length": 0.1}, others={"restart_every": 3, "split": "optimal"}),
-    Door(Storm, {"momentum": 0.5, "max_grad_norm": 1.0, "diff_norm": 1.0}),
-    Door(
+    door(epsilon_text, digits=3, epsilon=1.0),
+    door(InverseRootSteps, eta0=0.1, beta=0.01),
+    door(MeanGradient, max_grad_norm=1.0),
+    door(Diff2, restart_every=3, max_grad_norm=1.0, diff_norm=1.0, split=1.5, restart_rate=2.0),
+    door(Diff2, step_length=0.1, restart_every=3, split="optimal"),
+    door(Storm, momentum=0.5, max_grad_norm=1.0, diff_norm=1.0),
+    door(
         CubicNewton,
-        {
-            "strong_convexity": 1.0,
-            "hessian_lipschitz": 1.0,
-            "inner_steps": 2,
-            "max_grad_norm": 1.0,
-            "max_hessian_norm": 1.0,
-            "keep": 3,
-            "mask_seed": 0,
-            "box": 1.0,
-            "weight_decay": 0.0,
-            "max_step_size": 0.1,
-            "fresh_batches": False,
-        },
-        whole=("inner_steps", "keep", "mask_seed"),
-        flags=("fresh_batches",),
+        strong_convexity=1.0,
+        hessian_lipschitz=1.0,
+        inner_steps=2,
+        max_grad_norm=1.0,
+        max_hessian_norm=1.0,
+        keep=3,
+        mask_seed=0,
+        box=1.0,
+        weight_decay=0.0,
+        max_step_size=0.1,
+        fresh_batches=False,
     ),
-    Door(
-        CubicNewton,
-        {"keep_fraction": 0.5},
-        others={"strong_convexity": 1.0, "hessian_lipschitz": 1.0, "inner_steps": 2},
+    door(
+        CubicNewton, keep_fraction=0.5, strong_convexity=1.0, hessian_lipschitz=1.0, inner_steps=2
     ),
-    Door(Momentum, {"beta": 0.9}),
-    Door(LaplacianSmoothing, {"sigma": 1.0, "per_parameter": False}, flags=("per_parameter",)),
-    Door(laplacian_smoothing, {"sigma": 1.0}, others={"v": torch.ones(3)}),
-    Door(rows_inside, {"records": 2}, whole=("records",), others={"owners": torch.zeros(3).long()}),
-    Door(clip_factors, {"clip_norm": 1.0}, others={"norms": torch.ones(3)}),
-    Door(Exponential, {"rate": 0.1}),
-    Door(Cosine, {"steps": 10, "end": 0.5}, whole=("steps",)),
-    Door(Polynomial, {"steps": 10, "end": 0.5, "power": 2.0}, whole=("steps",)),
-    Door(StepDecay, {"every": 10, "factor": 0.5}, whole=("every",)),
-    Door(DynamicGD, {"kappa": 10.0}),
-    Door(DynamicGD.recommended_steps, {"kappa": 10.0, "alpha": 0.1}),
-    Door(
-        DynamicMomentum,
-        {"kappa": 100.0, "eta0": 1.0, "beta": 0.5, "steps": 10},
-        whole=("steps",),
+    door(Momentum, beta=0.9),
+    door(LaplacianSmoothing, sigma=1.0, per_parameter=False),
+    door(laplacian_smoothing, sigma=1.0, v=torch.ones(3)),
+    door(rows_inside, records=2, owners=torch.zeros(3).long()),
+    door(clip_factors, clip_norm=1.0, norms=torch.ones(3)),
+    door(Exponential, rate=0.1),
+    door(Cosine, steps=10, end=0.5),
+    door(Polynomial, steps=10, end=0.5, power=2.0),
+    door(StepDecay, every=10, factor=0.5),
+    door(DynamicGD, kappa=10.0),
+    door(DynamicGD.recommended_steps, kappa=10.0, alpha=0.1),
+    door(DynamicMomentum, kappa=100.0, eta0=1.0, beta=0.5, steps=10),
+    door(DynamicMomentum.recommended_steps, kappa=10.0, eta0=1.0, alpha=0.1),
+    door(Term, weight=1.0),
+    door(Query, clip_norm=1.0, noise_multiplier=1.0, count_weight=0.1, terms=(Term(),)),
+    door(Gaussian, noise_multiplier=1.0),
+    door(ApproximateDP, epsilon=0.5, delta=1e-07, relation="add_remove", what="a table"),
+    door(ZCDP, rho=0.1, relation="add_remove", what="a table"),
+    door(PoissonGaussian, noise_multiplier=1.0, sample_rate=0.1),
+    door(PoissonRound, sample_rate=0.1, noise_multipliers=(1.0, 2.0)),
+    door(epsilon, delta=1e-05, events=STEPS),
+    door(delta, epsilon=1.0, events=STEPS),
+    door(gdp_delta, mu=1.0, epsilon=1.0),
+    door(gdp_epsilon, mu=1.0, delta=1e-05),
+    door(PLDAccountant, rtol=0.001, spacing=0.1),
+    door(calibrate, sample_rate=1.0, steps=3, epsilon=1.0, delta=1e-05, shape=(1.0, 1.0, 1.0)),
+    door(affordable_steps, limit=10, epsilon=1.0, delta=1e-05, plan=Gaussian(3.0)),
+    door(epsilon_curve, delta=1e-05, plan=Gaussian(3.0), at_steps=[1, 2]),
+    door(PrivacyBudget, target_delta=1e-05),
+    door(PrivacyBudget(1e-05).update, noise_multiplier=1.0, sample_rate=0.1, steps=1),
+    door(quadratic_influence, learning_rate=0.1, steps=3, noise_std=1.0, eigenvalues=[1.0]),
+    door(
+        plot_schedule, steps=3, scale=1.0, sample_rate=0.1, delta=1e-05, schedule=Exponential(0.1)
     ),
-    Door(DynamicMomentum.recommended_steps, {"kappa": 10.0, "eta0": 1.0, "alpha": 0.1}),
-    Door(Term, {"weight": 1.0}),
-    Door(
-        Query,
-        {"clip_norm": 1.0, "noise_multiplier": 1.0, "count_weight": 0.1},
-        others={"terms": (Term(),)},
-    ),
-    Door(Gaussian, {"noise_multiplier": 1.0}),
-    Door(
-        ApproximateDP,
-        {"epsilon": 0.5, "delta": 1e-7},
-        others={"relation": "add_remove", "what": "a table"},
-    ),
-    Door(ZCDP, {"rho": 0.1}, others={"relation": "add_remove", "what": "a table"}),
-    Door(PoissonGaussian, {"noise_multiplier": 1.0, "sample_rate": 0.1}),
-    Door(PoissonRound, {"sample_rate": 0.1}, others={"noise_multipliers": (1.0, 2.0)}),
-    Door(epsilon, {"delta": 1e-5}, others={"events": STEPS}),
-    Door(delta, {"epsilon": 1.0}, others={"events": STEPS}),
-    Door(gdp_delta, {"mu": 1.0, "epsilon": 1.0}),
-    Door(gdp_epsilon, {"mu": 1.0, "delta": 1e-5}),
-    Door(PLDAccountant, {"rtol": 1e-3, "spacing": 0.1}),
-    Door(
-        calibrate,
-        {"sample_rate": 1.0, "steps": 3, "epsilon": 1.0, "delta": 1e-5},
-        whole=("steps",),
-        others={"shape": (1.0, 1.0, 1.0)},
-    ),
-    Door(
-        affordable_steps,
-        {"limit": 10, "epsilon": 1.0, "delta": 1e-5},
-        whole=("limit",),
-        others={"plan": Gaussian(3.0)},
-    ),
-    Door(
-        epsilon_curve,
-        {"delta": 1e-5},
-        others={"plan": Gaussian(3.0), "at_steps": [1, 2]},
-    ),
-    Door(PrivacyBudget, {"target_delta": 1e-5}),
-    Door(
-        PrivacyBudget(1e-5).update,
-        {"noise_multiplier": 1.0, "sample_rate": 0.1, "steps": 1},
-        whole=("steps",),
-    ),
-    Door(
-        quadratic_influence,
-        {"learning_rate": 0.1, "steps": 3, "noise_std": 1.0},
-        whole=("steps",),
-        others={"eigenvalues": [1.0]},
-    ),
-    Door(
-        plot_schedule,
-        {"steps": 3, "scale": 1.0, "sample_rate": 0.1, "delta": 1e-5},
-        whole=("steps",),
-        others={"schedule": Exponential(0.1)},
-    ),
-    Door(factorisations, {"logical_batch_size": 12}, whole=("logical_batch_size",)),
-    Door(
+    door(factorisations, logical_batch_size=12),
+    door(
         largest_chunk,
-        {
-            "logical_batch_size": 10,
-            "accumulate": 1,
-            "world_size": 1,
-            "num_records": 100,
-            "relative_rate": 1.0,
-            "chance": 0.1,
-        },
-        whole=("accumulate", "world_size"),
+        logical_batch_size=10,
+        accumulate=1,
+        world_size=1,
+        num_records=100,
+        relative_rate=1.0,
+        chance=0.1,
     ),
-    Door(
-        shared_mask,
-        {"seed": 1, "round_": 0, "size": 10, "keep": 3},
-        whole=("seed", "round_", "size", "keep"),
-    ),
-    Door(
-        random_k,
-        {"keep": 3, "seed": 1, "round_": 0},
-        whole=("keep", "seed", "round_"),
-        others={"u": torch.ones(10)},
-    ),
-    Door(
-        Checks,
-        {"dry_run": True, "loss_graph": True, "comparisons": True},
-        flags=("dry_run", "loss_graph", "comparisons"),
-    ),
-    Door(
+    door(shared_mask, seed=1, round_=0, size=10, keep=3),
+    door(random_k, keep=3, seed=1, round_=0, u=torch.ones(10)),
+    door(Checks, dry_run=True, loss_graph=True, comparisons=True),
+    door(
         check_isolation,
-        {"loss_graph_check": True, "max_grad_norm": 1.0},
-        flags=("loss_graph_check",),
-        others={"module": OneLayer(), "samples": torch.zeros(4, 3)},
+        loss_graph_check=True,
+        max_grad_norm=1.0,
+        module=OneLayer(),
+        samples=torch.zeros(4, 3),
     ),
-    Door(
-        fix,
-        {"channels_per_group": 2, "attention": False},
-        whole=("channels_per_group",),
-        flags=("attention",),
-        others={"model": torch.nn.Linear(2, 2)},
-    ),
-    Door(
+    door(fix, channels_per_group=2, attention=False, model=torch.nn.Linear(2, 2)),
+    door(
         losses_of_records,
-        {"shift": True, "ignore_index": -100, "tokens_per_record": 3.0},
-        whole=("ignore_index",),
-        flags=("shift",),
-        others={"logits": torch.zeros(2, 3, 5), "labels": torch.ones(2, 3, dtype=torch.int64)},
+        shift=True,
+        ignore_index=-100,
+        tokens_per_record=3.0,
+        logits=torch.zeros(2, 3, 5),
+        labels=torch.ones(2, 3, dtype=torch.int64),
     ),
-    Door(trade_off, {"delta": 1e-5}, others={"history": STEPS}),
-    Door(
-        plan_training,
-        {"num_records": 100, "batch_size": 4, "epochs": 3, **BUDGET},
-        whole=("num_records", "batch_size", "epochs"),
-    ),
-    Door(
-        plan_training,
-        {"steps": 3},
-        whole=("steps",),
-        others={"num_records": 100, "batch_size": 4, **BUDGET},
-    ),
-    Door(
-        TrainingPlan,
-        {"num_records": 100, "batch_size": 4, "steps": 3, "noise_multiplier": 1.0, **BUDGET},
-        whole=("num_records", "batch_size", "steps"),
-    ),
-    Door(
-        suggest,
-        {
-            "num_records": 100,
-            "records_per_second": 10.0,
-            "seconds": 100.0,
-            "least_steps": 4,
-            **BUDGET,
-        },
-        whole=("num_records", "least_steps"),
-    ),
-    Door(
+    door(trade_off, delta=1e-05, history=STEPS),
+    door(plan_training, num_records=100, batch_size=4, epochs=3, **BUDGET),
+    door(plan_training, steps=3, num_records=100, batch_size=4, **BUDGET),
+    door(TrainingPlan, num_records=100, batch_size=4, steps=3, noise_multiplier=1.0, **BUDGET),
+    door(suggest, num_records=100, records_per_second=10.0, seconds=100.0, least_steps=4, **BUDGET),
+    door(
         learning_rate,
-        {"size": 0.1, "max_grad_norm": 1.0, "momentum": 0.5},
-        others={"plan": batch_of_four(), "optimizer": "sgd"},
+        size=0.1,
+        max_grad_norm=1.0,
+        momentum=0.5,
+        plan=batch_of_four(),
+        optimizer="sgd",
     ),
-    Door(
-        search_in_a_new_folder,
-        {"trials": 2, "steps": 3, "sample_rate": 0.1, **BUDGET},
-        whole=("trials", "steps"),
-    ),
-    Door(
-        one_run_p_value,
-        {"canaries": 10, "guesses": 8, "correct": 7, "epsilon": 1.0, "delta": 1e-5},
-        whole=("canaries", "guesses", "correct"),
-    ),
+    door(search_in_a_new_folder, trials=2, steps=3, sample_rate=0.1, **BUDGET),
+    door(one_run_p_value, canaries=10, guesses=8, correct=7, epsilon=1.0, delta=1e-05),
 ]

@@ -26,7 +26,7 @@ QUICK = (
     "AugmentedInTheDataSet",
 )
 
-TOLD = ("by construction", "compared on made-up samples", "made-up samples were not compared")
+TOLD = ("by construction", "compared on synthetic samples", "synthetic samples were not compared")
 
 
 @pytest.mark.filterwarnings("ignore:.*number of training batches")

@@ -1,4 +1,4 @@
-"""Models that are trained on the device."""
+"""Models that are trained on the device, and the settings of their fits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-__all__ = ["BATCH", "NETS", "RECORDS", "STEPS", "Model"]
+from lightning_dp import Checks, CubicNewton, Diff2, FullBatch, LaplacianSmoothing, Momentum, Storm
+
+__all__ = ["BATCH", "CASES", "NETS", "RECORDS", "STEPS", "UNCHECKED", "Model"]
 
 RECORDS, BATCH, STEPS = 40, 8, 3
 
@@ -78,3 +80,26 @@ NETS: dict[str, dict[str, Any]] = {
     "attention": {"net": Attention, "x": lambda: torch.randint(0, 11, (RECORDS, 5))},
     "raw": {"net": Raw},
 }
+
+ENGINES = {
+    "layers": {"name": "cnn"},
+    "ghost": {"name": "cnn", "engine": "ghost"},
+    "attention": {"name": "attention"},
+    "records": {"name": "raw"},
+    "hooks": {"engine": "hooks"},
+    "one by one": {"engine": "one_by_one"},
+}
+ESTIMATORS = {
+    "diff2": {"estimator": Diff2(restart_every=2)},
+    "storm": {"estimator": Storm(momentum=0.5)},
+    "cubic": {"estimator": CubicNewton(1.0, 1.0, inner_steps=3, keep=20)},
+}
+REST = {
+    "full batch": {"sampling": FullBatch()},
+    "smoothing": {"postprocessing": [LaplacianSmoothing(1.0), Momentum(0.9)]},
+    "rough smoothing": {"postprocessing": [LaplacianSmoothing(50.0)]},
+    "count": {"count_clipped": True},
+    "accumulation": {"trainer": {"accumulate_grad_batches": 2}},
+}
+CASES = {**ENGINES, **ESTIMATORS, **REST}
+UNCHECKED = {"checks": Checks(dry_run=False, comparisons=False), "advice": False}

@@ -233,7 +233,7 @@ LEFT = {
         lambda: parametrizations.weight_norm(nn.LSTM(3, 4), "weight_hh_l0"),
         "computed from others.*Remove its parametrizations",
     ),
-    "not made yet": (lambda: nn.LazyBatchNorm1d(), "no size yet.*made-up inputs"),
+    "not made yet": (lambda: nn.LazyBatchNorm1d(), "no size yet.*synthetic inputs"),
     "one channel": (lambda: nn.BatchNorm1d(1), "one channel.*constant of it"),
     "projected": (lambda: nn.LSTM(3, 4, proj_size=2), "proj_size"),
 }

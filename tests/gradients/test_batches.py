@@ -12,9 +12,8 @@ from torch import Tensor
 from lightning_dp.functional import flatten
 from lightning_dp.gradients import RecordPasses, UnsupportedModelError
 from lightning_dp.gradients.batches import Layout, SampleBatch
-from lightning_dp.gradients.engines import EngineChoice
 from tests.gradients.models import EXAMPLES
-from tests.gradients.test_contract import N, made, trained
+from tests.gradients.test_contract import N, made, only, trained
 
 
 def collated(n: int) -> dict[str, Any]:
@@ -49,7 +48,7 @@ def test_a_size_that_happens_to_be_that_of_the_batch_is_not_taken_for_records():
         parts = torch.autograd.grad(loss(one), trained(module))
         expected.append(flatten(parts).norm().double())
     for engine in ("records", "one_by_one"):
-        choice = EngineChoice(engine).here()
+        choice = only(engine)
         choice.layout = Layout.of(collated(2), collated(3))
         with RecordPasses(module, trained(module), choice) as passes:
             found = passes.run(loss, batch, N).norms()

@@ -112,10 +112,17 @@ def clipped(found: Tensor, clip_norm: float) -> Tensor:
 # -- the engines ------------------------------------------------------------------------------
 
 
+def only(engine: str) -> EngineChoice:
+    """That engine, and no other of its ladder."""
+    choice = EngineChoice(engine)
+    choice.stay(())
+    return choice
+
+
 @contextmanager
 def alone(engine: str, module: nn.Module) -> Iterator[RecordPasses]:
     """Passes under that engine, and no other of its ladder."""
-    with RecordPasses(module, trained(module), EngineChoice(engine).here()) as passes:
+    with RecordPasses(module, trained(module), only(engine)) as passes:
         yield passes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_dp.gradients import RecordPasses, bilinear, parameter_sum
-from tests.gradients.models import Example, Net, features, net, sequences
+from tests.gradients.models import Example, Net, features, net, sequences, weight
 from tests.gradients.test_contract import EXAMPLES, N, alone, made, replay, rows, trained
 
 pytestmark = pytest.mark.filterwarnings(
@@ -88,7 +89,9 @@ def test_convolutions(data):
     batch = lambda n: {"x": torch.randn(n, into, *size), "y": torch.arange(n) % 3}  # noqa: E731
     example = Example(pooled(lambda: kind(into, out, **options)), batch)
     plain = options["padding_mode"] == "zeros"
-    check(example, ("records", "layers", "ghost", *(["hooks"] if plain and dims < 3 else [])))
+    bound = data.draw(st.sampled_from([0, bilinear._PATCHES_PER_CHANNEL, 1 << 40]))
+    with mock.patch.object(bilinear, "_PATCHES_PER_CHANNEL", bound):  # convolutions, or products
+        check(example, ("records", "layers", "ghost", *(["hooks"] if plain and dims < 3 else [])))
 
 
 @FEW
@@ -214,6 +217,36 @@ def test_gradients_that_are_too_large_to_be_kept_are_made_in_slices(name, monkey
     monkeypatch.setattr(bilinear, "_PATCHES_PER_CHANNEL", 0)  # convolutions, not products
     monkeypatch.setattr(bilinear, "_ENTRIES", 200)
     check(EXAMPLES[name], ("records",) if name == "raw parameters" else ("records", "layers"))
+
+
+# -- functions by the arguments of torch ------------------------------------------------------
+
+FUNCTIONS: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...]]] = {  # with the shapes of x and w
+    "linear by name": (lambda x, w, b: F.linear(input=x, bias=b, weight=w), (5,), (4, 5)),
+    "addmm": (lambda x, w, b: torch.addmm(b, x, w), (5,), (5, 4)),
+    "mm": (lambda x, w, b: torch.mm(x, w), (5,), (5, 4)),
+    "matmul": (lambda x, w, b: torch.matmul(x, w), (2, 3, 5), (5, 4)),
+    "@": (lambda x, w, b: x @ w + b, (3, 5), (5, 4)),
+    "embedding": (lambda x, w, b: F.embedding(x.long() % 7, w, padding_idx=-3), (6,), (7, 4)),
+    "conv1d": (lambda x, w, b: F.conv1d(x, w, b, 2, padding=1, groups=2), (4, 9), (4, 2, 3)),
+    "conv2d": (lambda x, w, b: F.conv2d(x, w, b, (1, 2), [1]), (3, 7, 6), (4, 3, 3, 2)),
+    "conv3d": (lambda x, w, b: F.conv3d(x, w, b), (2, 3, 4, 4), (4, 2, 2, 2, 2)),
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, (3, 4), w, b.expand(3, 4)), (2, 3, 4), (3, 4)),
+    "rms_norm": (lambda x, w, b: F.rms_norm(x, [4], weight=w) + b, (3, 4), (4,)),
+    "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b, 1e-3), (4, 5), (4,)),
+    "instance_norm": (lambda x, w, b: F.instance_norm(x, weight=w, bias=b), (4, 5, 3), (4,)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_with_parameters_of_the_model(name):
+    function, of_x, of_w = FUNCTIONS[name]
+    make = net(
+        lambda m, x: m.head(function(x, m.w, m.b).sin().reshape(len(x), -1, 4).mean(1)),
+        w=weight(*of_w), b=weight(4), head=lambda: nn.Linear(4, 3),
+    )  # fmt: skip
+    batch = lambda n: {"x": 3 * torch.randn(n, *of_x), "y": torch.arange(n) % 3}  # noqa: E731
+    check(Example(make, batch), ("records",))
 
 
 # -- random numbers ---------------------------------------------------------------------------

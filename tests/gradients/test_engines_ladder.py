@@ -154,7 +154,8 @@ def test_a_loss_that_mixes_records_is_no_matter_of_engines(ladder):
 
 def test_a_choice_goes_down_for_all_who_share_it():
     choice = EngineChoice("auto")
-    alone = choice.here()
+    alone = EngineChoice("auto")
+    alone.stay(())
     assert choice.can_fall and not alone.can_fall
     while choice.fall(UnsupportedModelError("The layer net.x saw rows of (3,). Give it more.")):
         pass

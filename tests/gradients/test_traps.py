@@ -20,14 +20,13 @@ from lightning_dp._checks import MisconfigurationError, check_model
 from lightning_dp.boundary import Query, Term
 from lightning_dp.functional import flatten
 from lightning_dp.gradients import RecordPasses, Replay, UnsupportedModelError, calls
-from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.gradients.passes import at_point
 from lightning_dp.isolation.check import Settings
 from lightning_dp.isolation.dry_run import DryRun
 from lightning_dp.isolation.replay import Pipeline, Runner
 from lightning_dp.isolation.state import TwinState
 from tests.gradients.models import Example, linear, net, weight
-from tests.gradients.test_contract import N, alone, made, replay, rows, trained
+from tests.gradients.test_contract import N, alone, made, only, replay, rows, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 
@@ -285,7 +284,7 @@ def test_a_loss_that_compares_records_is_refused_and_one_with_its_margin_met_is_
     model = Pairs(loss)
     batch = [100 * model.net.weight.detach()[:1].expand(N, 6).clone()]
     params = list(model.parameters())
-    with RecordPasses(model, params, EngineChoice("records").here()) as passes:
+    with RecordPasses(model, params, only("records")) as passes:
         found = passes.run(lambda b: model.training_step(b, 0), batch, N)
         assert (found.norms() < 1e-30).all()  # on this batch, up to what a bound adds to norms
         pipeline = Pipeline(default_collate, lambda b: b, lambda b: model.training_step(b, 0))

@@ -82,7 +82,7 @@ def marked(n: int) -> TensorDataset:
 
 
 def wide(n: int) -> TensorDataset:
-    """Features between 0 and 4: more than made-up samples have."""
+    """Features between 0 and 4: more than synthetic samples have."""
     x, y = points(n).tensors
     return TensorDataset(4 * x / x.max(), y)
 
@@ -539,7 +539,7 @@ for full in (True, False):
 
 
 def lasting(**about: Any) -> dict[str, Any]:
-    """Ten epochs of four Poisson batches."""
+    """Ten epochs of four Poisson batches, or as many as the steps make."""
     return {"data": uneven, "n": 16, "full": False, "steps": 40, **about}
 
 
@@ -669,14 +669,14 @@ class ImportanceOfRecords(Base):
         self.weights = self.last / self.last.mean()
 
 
-@ordinary("epochs", **lasting())
+@ordinary("epochs", **lasting(steps=16))
 class LogsEpochMeans(Epochs):
     def use(self) -> None:
         self.log("mean", self.means[-1])
         self.best = min(self.means)
 
 
-@ordinary("epochs", **lasting())
+@ordinary("epochs", **lasting(steps=16))
 class AnnealsByEpoch(Epochs):
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         return super().losses(x, y) * (1 + self.current_epoch / 10)
@@ -685,14 +685,14 @@ class AnnealsByEpoch(Epochs):
         self.group["lr"] = 0.05 * 0.9**self.current_epoch
 
 
-@ordinary("epochs", **lasting())
+@ordinary("epochs", **lasting(steps=16))
 class SteppedSchedule(Epochs):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)]
 
 
-@ordinary("epochs", **lasting())
+@ordinary("epochs", **lasting(steps=16))
 class SmoothedForTheLog(Epochs):
     smooth = 0.0
 
@@ -701,7 +701,7 @@ class SmoothedForTheLog(Epochs):
         self.log("smooth", self.smooth)
 
 
-@ordinary("epochs", **lasting(privacy=LAYERS))
+@ordinary("epochs", **lasting(steps=16, privacy=LAYERS))
 class FixedClassWeights(ClassWeightsByErrors):
     """Counts errors for the log; the weights are the user's."""
 
@@ -710,7 +710,7 @@ class FixedClassWeights(ClassWeightsByErrors):
         self.wrong = torch.zeros(4)
 
 
-@ordinary("epochs", **lasting())
+@ordinary("epochs", **lasting(steps=16))
 class TemperatureByACounter(Base):
     calls = 0
 
@@ -721,7 +721,7 @@ class TemperatureByACounter(Base):
         self.calls += 1
 
 
-@ordinary("epochs", **lasting(data=numbered, privacy=LAYERS))
+@ordinary("epochs", **lasting(steps=16, data=numbered, privacy=LAYERS))
 class LossesOfRecords(Base):
     """A table of each record's last loss, which is plotted and not read."""
 

@@ -1,4 +1,4 @@
-"""The dry run on made-up samples: no real value, few calls, and no verdict about what raises on them."""
+"""The dry run on synthetic samples: no real value, few calls, no verdict about what raises on them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import DifferentialPrivacy
+from lightning_dp import Checks, DifferentialPrivacy, FullBatch
 from lightning_dp._refusals import Refusal
 from lightning_dp.isolation.dry_run import DryRun, find_layout
-from lightning_dp.isolation.made_up import SampleMaker
 from tests.isolation.conftest import BatchStatistics, Model, network, records
 
 REFUSALS = (MisconfigurationException, Refusal)
@@ -38,7 +37,7 @@ def fit(make_trainer):
     return run
 
 
-# -- made-up samples -------------------------------------------------------------------------------
+# -- synthetic samples -------------------------------------------------------------------------------
 
 SECRET = 7.25
 REAL = {
@@ -58,7 +57,7 @@ def leaves(sample):
 
 def test_made_up_samples_have_types_and_shapes_and_no_value():
     before = copy.deepcopy(REAL)
-    for made in (*DryRun(REAL).samples(4, are_longer=False), SampleMaker(REAL).make(2)):
+    for made in DryRun(REAL).samples(4, are_longer=False):
         for leaf, real in zip(leaves(made), leaves(REAL), strict=True):
             assert type(leaf) is type(real)
             if isinstance(leaf, str | bytes):
@@ -151,7 +150,7 @@ def noisy_total(output, y):
 
 
 @pytest.mark.parametrize("loss", [contrastive, standardised])
-@pytest.mark.parametrize("engine", ["auto", "layers"])
+@pytest.mark.parametrize("engine", ["auto", "layers", "records"])
 def test_a_loss_that_is_constant_for_one_record_is_refused(fit, loss, engine):
     ledger = []
     with pytest.raises(REFUSALS) as refusal:
@@ -159,6 +158,7 @@ def test_a_loss_that_is_constant_for_one_record_is_refused(fit, loss, engine):
 
     assert not ledger
     assert "record" in str(refusal.value)
+    assert engine != "records" or "alone in its batch" in str(refusal.value)  # by the dry run
 
 
 def test_a_sum_is_refused_under_random_numbers(fit):
@@ -181,20 +181,22 @@ def test_what_always_couples_is_refused_before_a_charge(make_trainer):
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-class EverySecondStep(Model):
-    """Couples at odd steps only, by a counter of its own."""
+class OnlyInTheFirstStep(Model):
+    """Couples in its first step, by a counter of its own."""
 
     turns = 0
 
     def training_step(self, batch, batch_idx):
         self.turns += 1
         x, y = batch
-        return super().training_step((x - (self.turns % 2 == 0) * x.mean(0), y), batch_idx)
+        return super().training_step((x - (self.turns == 1) * x.mean(0), y), batch_idx)
 
 
 def test_what_a_comparison_shows_is_settled_from_where_it_began(fit):
+    checks = Checks(dry_run=False)
+    whole = {"samples": records(4), "sampling": FullBatch()}  # no batch is too small
     with pytest.raises(REFUSALS, match="the rest moves"):
-        fit(EverySecondStep(network(), F.cross_entropy), steps=3, engine="layers")
+        fit(OnlyInTheFirstStep(network(), F.cross_entropy), engine="layers", checks=checks, **whole)
 
 
 def test_made_up_samples_that_were_not_compared_are_told_with_the_reason(fit):

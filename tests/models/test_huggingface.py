@@ -235,7 +235,7 @@ def test_it_trains_with_their_collator(kind, fit):
     run = fit(OfRecords(make(), shift), kind)
 
     assert run.engine.startswith("records")
-    were = "were not compared (" if kind == "masked" else "compared on made-up"  # masks are drawn
+    were = "were not compared (" if kind == "masked" else "compared on synthetic"  # masks are drawn
     assert were in run.isolation
 
 

@@ -36,4 +36,4 @@ def test_clipped_steps_on_shards_are_those_of_one_process(tmp_path: Path) -> Non
     whole, sharded = trained(tmp_path / "one.pt", 1), trained(tmp_path / "two.pt", 2)
     assert whole["steps"] == sharded["steps"] == 3
     torch.testing.assert_close(sharded["weights"], whole["weights"], rtol=0, atol=1e-6)
-    assert "compared on made-up samples" in sharded["report"]
+    assert "compared on synthetic samples" in sharded["report"]

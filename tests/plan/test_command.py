@@ -103,29 +103,29 @@ def test_settings_are_arguments_that_exist(quick):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--epsilon", "nan"], "--epsilon=nan must be finite and greater than 0."),
-        (["--epsilon", "1", "0"], "--epsilon=0.0 must be finite and greater than 0."),
-        (["--records", "0"], "--records=0 must be a whole number of at least 1."),
-        (["--delta", "nan"], "--delta=nan must be between 0 and 1."),
+        (["--epsilon", "nan"], "argument --epsilon: nan must be finite and greater than 0."),
+        (["--epsilon", "1", "0"], "argument --epsilon: 0 must be finite and greater than 0."),
+        (["--records", "0"], "argument --records: 0 must be a whole number of at least 1."),
+        (["--records", "1.5"], "argument --records: 1.5 must be a whole number of at least 1."),
+        (["--delta", "nan"], "argument --delta: nan must be between 0 and 1."),
+        (["--hours", "nan"], "argument --hours: nan must be finite"),
         (
             ["--hours", "1"],
             "--hours needs --records-per-second (time a short run on synthetic data).",
         ),
-        (["--hours", "nan", "--records-per-second", "1"], "--hours=nan must be finite"),
         (["--hours", "1e-9", "--records-per-second", "1"], "--hours=1e-09 affords no gradient"),
-        (["--records-per-second", "nan"], "--records-per-second=nan must be finite"),
         (["--batch-size", "3"], "--batch-size and --epochs: give both, or neither."),
-        (["--parameters", "0"], "--parameters=0 must be a whole number"),
-        (["--layer-inputs", "0"], "--layer-inputs=0 must be a whole number"),
-        (["--least-steps", "0"], "--least-steps=0 must be a whole number"),
-        (["--records", "1.5"], "--records: '1.5' is not a whole number: write 60000, or 6e4."),
+        (
+            ["--layer-inputs", "x"],
+            "argument --layer-inputs: could not convert string to float: 'x'",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_named_by_its_option(arguments, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([*SMALL, *arguments])
     assert stopped.value.code == 2
-    assert f"error: {'argument ' * ('1.5' in message)}{message}" in capsys.readouterr().err
+    assert f"error: {message}" in capsys.readouterr().err
 
 
 def test_the_picture_shows_each_batch_size(tmp_path, quick):

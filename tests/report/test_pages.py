@@ -278,12 +278,12 @@ def test_what_others_released_is_named_and_is_no_run(report_of):
     ("isolation", "spot_checks", "words"),
     [
         (
-            "compared on made-up samples",
+            "compared on synthetic samples",
             "compared at 3 of 4 steps",
             ("yes, with synthetic", "yes, at some"),
         ),
         (
-            "made-up samples were not compared (x)",
+            "synthetic samples were not compared (x)",
             "compared at 0 of 4",
             ("not with this", "no step was"),
         ),

@@ -241,11 +241,10 @@ PARTS: dict[str, Callable[[L.Trainer], Any]] = {
 }
 RUNS: dict[str, dict[str, Any]] = {
     "constant": {"noise_multiplier": 1.0},
-    "calibrated": {"target_epsilon": 3.0},
-    "full batches": {"target_epsilon": 3.0, "sampling": FullBatch()},
-    "schedule": {"noise_multiplier": 2.0, "noise_schedule": Exponential(0.1)},
+    "calibrated": {"target_epsilon": 3.0, "noise_schedule": Exponential(0.1)},
     "stateful": {
-        "noise_multiplier": 1.0,
+        "target_epsilon": 3.0,
+        "sampling": FullBatch(),
         "estimator": Diff2(restart_every=2, max_grad_norm=1.0, diff_norm=1.0),
         "postprocessing": [Momentum(0.5)],
     },

@@ -20,8 +20,9 @@ from lightning_dp.accounting import PLDAccountant, PoissonGaussian
 from lightning_dp.accounting.base import epsilon_text
 from lightning_dp.accounting.journal import Charges, Journal, read_written
 from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.report import totals
 from lightning_dp.schedules import Exponential
-from lightning_dp.strategies import earlier_training, totals
+from lightning_dp.strategies import earlier_training
 from tests.zoo import private
 
 DELTA, RATE = 1e-5, 24 / 240

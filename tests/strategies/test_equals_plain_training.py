@@ -112,15 +112,6 @@ def test_no_noise_and_full_batches_equal_an_unmodified_trainer(
     torch.testing.assert_close(trained[0], trained[1], rtol=1e-9, atol=1e-11)
 
 
-def test_no_noise_equals_plain_training_in_single_precision(numbered, recording, mlp, fit, weights):
-    data = numbered()
-    model = recording(mlp(), scheduled(sgd))
-    fit(model, no_privacy(), DataLoader(data, batch_size=12), max_epochs=1)
-
-    plain = replay(mlp(), data, model.batches, 12, sgd, plain_sum)
-    torch.testing.assert_close(weights(model), weights(plain), rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_finite_clip_equals_a_loop_over_single_records(
     accumulate, numbered, recording, mlp, fit, weights

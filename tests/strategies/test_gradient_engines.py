@@ -105,7 +105,6 @@ def test_auto_takes_an_engine_that_covers_the_model(train, make, description):
     ("make", "description"),
     [
         (plain, "ghost"),
-        (Recurrent, "records, since layers does not cover this model: net.lstm"),
         (WithGate, "records, since layers does not cover this model: net.gated"),
     ],
 )

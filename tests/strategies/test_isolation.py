@@ -420,7 +420,7 @@ def test_models_that_pad_and_drop_train(fit, engine):
     settings = {"engine": engine, "checks": Checks(loss_graph=False)}
     run = fit(Words(engine == "records"), 12, settings, collate=padded, records=texts())
     assert run.steps == 12 and run.spot_checks > 5
-    assert run.isolation == "compared on made-up samples"
+    assert run.isolation == "compared on synthetic samples"
 
 
 @pytest.mark.parametrize("engine", ["layers", "records"])

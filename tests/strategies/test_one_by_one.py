@@ -253,7 +253,8 @@ def test_every_estimator_makes_the_steps_of_the_other_engines(name, fit, weights
     for engine in ("layers", "one_by_one"):
         model, estimator = Base(), ESTIMATORS[name]()
         asked = {} if estimator is None else {"estimator": estimator, "max_grad_norm": None}
-        fit(model, engine=engine, seed=1, **asked, trainer={"max_steps": 4})
+        steps = 4 if name in ("diff2", "cubic_newton") else 2  # which begin again after three
+        fit(model, engine=engine, seed=1, **asked, **UNCHECKED, trainer={"max_steps": steps})
         found.append(weights(model))
     torch.testing.assert_close(*found, rtol=0, atol=1e-5)
 

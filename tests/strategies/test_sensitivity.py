@@ -115,7 +115,7 @@ def test_one_more_record_moves_the_sum_by_at_most_c(dtype, net, sums):
 @pytest.mark.parametrize("net", NETS)
 def test_the_sum_is_that_of_records_that_run_alone(net, sums):
     """Book-keeping leaves records out whose factors overflow float32, also where products do not."""
-    for name in sorted(set(RECORDS) - {"overflowing"}):
+    for name in ("small", "huge", "nan", "minus inf"):
         x = with_record(ordinary(torch.float64), name)
         alone = sums(x, net, engine="one_by_one")
         torch.testing.assert_close(sums(x, net), alone, rtol=0, atol=1e-9)

@@ -579,7 +579,7 @@ def test_an_ordinary_gan_passes_all_checks(order, toggles, fit):
     privacy = fit(model, checks=Checks())
 
     assert privacy.steps == 4
-    assert privacy._run.isolation == "compared on made-up samples"
+    assert privacy._run.isolation == "compared on synthetic samples"
 
 
 def test_a_discriminator_that_mixes_records_is_refused(fit):

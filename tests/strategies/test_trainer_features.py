@@ -14,7 +14,7 @@ from lightning_dp import Checks, FullBatch, PrivacyConfig
 from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.callbacks import DifferentialPrivacy, PrivacyLogger
 from lightning_dp.run import PrivateRun
-from lightning_dp.strategies.hooks import PrivacyCallback
+from lightning_dp.strategies import PrivacyCallback
 from lightning_dp.strategies.strategy import install
 from tests.zoo import private
 
@@ -89,13 +89,6 @@ def test_bf16_mixed(privacy, classifier, mlp, loader, fit, assert_trained):
 
     assert {param.dtype for param in model.parameters()} == {torch.float32}
     assert_trained(trainer, model, privacy, loader, classifier(mlp()), steps=20)
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_max_steps(accumulate, privacy, classifier, mlp, fit):
-    trainer = fit(classifier(mlp()), privacy, max_steps=7, accumulate_grad_batches=accumulate)
-
-    assert trainer.global_step == privacy.steps == 7
 
 
 @pytest.mark.parametrize(("interval", "at"), [(0.5, [5, 10, 15, 20]), (4, [4, 8, 14, 18])])
@@ -204,14 +197,6 @@ def manual(classifier):
     return Manual
 
 
-def test_manual_optimization(privacy, manual, mlp, loader, fit, assert_trained):
-    model = manual(mlp(), lambda params: torch.optim.SGD(params, lr=0.5))
-
-    trainer = fit(model, privacy, max_epochs=2)
-
-    assert_trained(trainer, model, privacy, loader, manual(mlp()), steps=20)
-
-
 def test_manual_optimization_without_a_step_warns(privacy, manual, mlp, fit):
     model = manual(mlp())
     model.steps = 0
@@ -224,9 +209,6 @@ def test_manual_optimization_without_a_step_warns(privacy, manual, mlp, fit):
 
 
 # -- modules with metrics, unused, frozen or own parameters --------------------------------------
-
-
-DELTA = 1e-5
 
 
 def test_torchmetrics_in_the_module(privacy, classifier, mlp, fit):

@@ -8,31 +8,7 @@ from typing import Any
 import pytest
 import torch
 from device import DEVICE
-
-from lightning_dp import Checks, CubicNewton, Diff2, FullBatch, LaplacianSmoothing, Momentum, Storm
-
-ENGINES = {
-    "layers": {"name": "cnn"},
-    "ghost": {"name": "cnn", "engine": "ghost"},
-    "attention": {"name": "attention"},
-    "records": {"name": "raw"},
-    "hooks": {"engine": "hooks"},
-    "one by one": {"engine": "one_by_one"},
-}
-ESTIMATORS = {
-    "diff2": {"estimator": Diff2(restart_every=2)},
-    "storm": {"estimator": Storm(momentum=0.5)},
-    "cubic": {"estimator": CubicNewton(1.0, 1.0, inner_steps=3, keep=20)},
-}
-REST = {
-    "full batch": {"sampling": FullBatch()},
-    "smoothing": {"postprocessing": [LaplacianSmoothing(1.0), Momentum(0.9)]},
-    "rough smoothing": {"postprocessing": [LaplacianSmoothing(50.0)]},
-    "count": {"count_clipped": True},
-    "accumulation": {"trainer": {"accumulate_grad_batches": 2}},
-}
-CASES = {**ENGINES, **ESTIMATORS, **REST}
-UNCHECKED = {"checks": Checks(dry_run=False, comparisons=False), "advice": False}
+from models import CASES, UNCHECKED
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -7,34 +7,21 @@ from typing import Any
 
 import pytest
 from device import DEVICE
+from models import CASES as FITS
 
-from lightning_dp import CubicNewton, Diff2, LaplacianSmoothing, Momentum, Storm
+from lightning_dp import Diff2
 
 STEPS = 8
-INNER = 3
-
-
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "dp-sgd": (0, {}),
-    "convolutions": (0, {"name": "cnn"}),
-    "ghost": (0, {"name": "cnn", "engine": "ghost"}),
-    "attention": (0, {"name": "attention"}),
-    "records": (0, {"name": "raw"}),
-    "hooks": (1, {"engine": "hooks"}),  # whether Opacus saw all uses of the parameters
-    "rest": (
-        0,
-        {
-            "count_clipped": True,
-            "postprocessing": [LaplacianSmoothing(1.0), Momentum(0.9)],
-        },
-    ),
+    **{name: (0, FITS[name]) for name in ("layers", "ghost", "attention", "records")},
+    "hooks": (1, FITS["hooks"]),  # whether Opacus saw all uses of the parameters
+    "rest": (0, {**FITS["count"], **FITS["smoothing"]}),
     "diff2": (1, {"estimator": Diff2(restart_every=STEPS)}),
-    "storm": (1, {"estimator": Storm(momentum=0.5)}),
-    "cubic": (INNER, {"estimator": CubicNewton(1.0, 1.0, INNER, keep=20)}),
+    "storm": (1, FITS["storm"]),
+    "cubic": (3, FITS["cubic"]),  # once an inner step
 }
-
-
-SLOW = ("hooks", "convolutions", "ghost", "attention", "records", "rest", "storm")
+SLOW = ("hooks", "layers", "ghost", "attention", "records", "rest", "storm")
 
 
 @pytest.mark.parametrize(

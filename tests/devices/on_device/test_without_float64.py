@@ -9,24 +9,15 @@ from typing import Any
 import pytest
 import torch
 from device import DEVICE, IS_PRETENDED, without_float64
+from models import CASES, UNCHECKED
 from torch import Tensor, nn
 
-from lightning_dp import Checks, CubicNewton, Diff2, LaplacianSmoothing
+from lightning_dp import Checks
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.functional import has_float64
 from lightning_dp.gradients.engines import EngineChoice
 
-CASES = {
-    "convolutions": {"name": "cnn"},
-    "ghost": {"name": "cnn", "engine": "ghost"},
-    "attention": {"name": "attention"},
-    "records": {"name": "raw"},
-    "hooks": {"engine": "hooks"},
-    "one by one": {"engine": "one_by_one"},
-    "diff2": {"estimator": Diff2(restart_every=2)},
-    "cubic": {"estimator": CubicNewton(1.0, 1.0, inner_steps=3, keep=20)},
-    "rest": {"count_clipped": True, "postprocessing": [LaplacianSmoothing(50.0)]},
-}
+FAST = ("layers", "records", "rough smoothing", "count")
 SLOW = ("ghost", "hooks", "one by one", "attention", "cubic", "diff2")
 
 
@@ -50,11 +41,10 @@ def test_the_device_refuses_float64() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES]
+    "case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
 )
 def test_fit_equals_that_on_the_cpu(case: str, fit: Callable[..., Any]) -> None:
-    unchecked = {"checks": Checks(dry_run=False, comparisons=False), "advice": False}
-    there, here = fit(DEVICE, **CASES[case]), fit("cpu", **CASES[case], **unchecked)
+    there, here = fit(DEVICE, **CASES[case]), fit("cpu", **CASES[case], **UNCHECKED)
     assert there.privacy.steps == here.privacy.steps == 3
     torch.testing.assert_close(there.weights, here.weights, rtol=1e-4, atol=1e-5)
 

@@ -381,8 +381,10 @@ CALLBACKS = {
 }
 
 
-@pytest.mark.parametrize("behind", [True, False], ids=["listed after", "listed before"])
-@pytest.mark.parametrize("name", CALLBACKS)
+@pytest.mark.parametrize(
+    ("name", "behind"),
+    [*((name, True) for name in CALLBACKS), ("StochasticWeightAveraging", False)],
+)
 def test_a_callback_that_trains_past_the_ledger_is_refused(
     name, behind, loader, classifier, mlp, make_trainer, privacy, assert_refused
 ):
@@ -568,16 +570,9 @@ def uninitialised(kind: type[Any]) -> Any:
 )
 def test_strategies_that_shard_or_compile_are_refused(strategy):
     name = type(strategy).__name__
-    with pytest.raises(Exception, match=f"(?s)strategy {name} is not supported.*strategy='ddp'"):
+    cures = r"strategy='ddp'.*ModelParallelStrategy\(data_parallel_size"
+    with pytest.raises(Exception, match=f"(?s)strategy {name} is not supported.*{cures}"):
         check_strategy(strategy)
-
-
-@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork", "ddp_notebook"])
-def test_launchers_that_copy_the_process_are_refused(strategy, make_trainer):
-    trainer = make_trainer(strategy=strategy, devices=2)
-
-    with pytest.raises(Exception, match=r"(?s)spawn or fork.*strategy='ddp' in a script"):
-        check_strategy(trainer.strategy)
 
 
 def test_a_forked_fit_is_refused(classifier, mlp, fit, privacy, assert_refused):
@@ -749,12 +744,6 @@ def test_what_needs_more_than_an_entry_is_refused_by_name(tmp_path, privacy, nam
 def test_a_model_that_is_not_sharded_is_refused(tmp_path):
     match = r"\['net\.0\.weight', .* are trained and not sharded.*fully_shard\(self\.model"
     is_refused(tmp_path, match, {}, shard=lambda net, mesh: None)
-
-
-def test_other_ways_to_shard_are_refused_with_the_way_out():
-    match = r"FSDPStrategy is not supported.*ModelParallelStrategy\(data_parallel_size"
-    with pytest.raises(MisconfigurationException, match=match):
-        check_strategy(FSDPStrategy())
 
 
 @fsdp_on_cpu

@@ -22,7 +22,7 @@ from lightning_dp.accounting.pld import EnvelopeAccountant, PLDAccountant
 from lightning_dp.accounting.rdp import OneOrderAccountant, order_of_budget
 from lightning_dp.accounting.steps import CheckedHistory
 
-__all__ = ["STATE", "Search", "Trial", "search_text"]
+__all__ = ["Search", "Trial"]
 
 STATE = "search.json"
 """The file in which a search keeps its settings and the number of trials that were begun."""
