@@ -159,7 +159,7 @@ class Charges(Mapping[str, History]):
         return self.length(run) > other.length(run)
 
     def _count(self, event: AbstractEvent, count: int) -> None:
-        self.steps += count * event.numsteps
+        self.steps += count * event.num_steps
         if not event.is_step and self.voided is None:
             self.voided = event.withdrawn
 
