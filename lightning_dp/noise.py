@@ -58,7 +58,7 @@ _ENOUGH = 256  # steps that coefficients are optimised for: those of longer trai
 
 
 class AbstractNoise(ABC):
-    """How the noise of a step depends on that of the steps before: the matrix C of a block.
+    """The matrix C of a block, by which the noise of a step depends on that of earlier ones.
 
     Implementations are frozen dataclasses of public numbers. The vectors that are remembered are as
     secret as the records: they are never saved, and a run that is resumed begins a new block.
@@ -95,7 +95,7 @@ class AbstractNoise(ABC):
 
     @property
     def growth(self) -> float:
-        """Standard deviation of an entry of y_t, of a late step t: the noise of one step over z·C."""
+        """The noise of a late step over z·C, the standard deviation of an entry of y_t."""
         return self.column_norm * float(np.linalg.norm(self.inverse(_LATE)))
 
     def error(self, steps: int, workload: Workload | None = None) -> float:
@@ -152,7 +152,7 @@ class IndependentNoise(AbstractNoise):
 
 @dataclass(frozen=True)
 class Workload:
-    """What the optimizer makes of gradients, in public numbers: noise is optimised for the error in it.
+    """The iterates that an optimizer makes of gradients, in public numbers, for which noise is optimised.
 
     x_t = Σ_(s <= t) η_s (1 - β^(t-s+1)) / (1 - β) g_s: SGD with momentum β and learning rates η that
     fall geometrically, η_(T-1) = ``final_rate`` · η_0.
@@ -192,9 +192,9 @@ class BandedNoise(AbstractNoise):
     ‖c‖. With :class:`~lightning_dp.sampling.CyclicPoisson` of b or more parts, b steps are therefore one
     Gaussian release with multiplier z on one Poisson sample of rate b·q (Choquette-Choo et al. 2023,
     arXiv:2306.08153, Theorem 4). With :class:`~lightning_dp.sampling.FixedOrder` nothing is amplified,
-    and E passes of at least b steps are √E/z-GDP.
+    and E passes of at least b steps are √E/z-GDP, as the coefficients fall.
 
-    Each process keeps the vectors of its own entries; they take b - 1 times the memory of the trained
+    Each process keeps the vectors of the entries that it noises; they take b - 1 times the memory of the trained
     parameters.
 
     Args:
@@ -356,7 +356,7 @@ def _optimised(bands: int, steps: int, workload: Workload) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class NoiseSuggestion:
-    """What :func:`suggest_noise` found.
+    """The noise that has the least error, and the errors that were compared.
 
     Args:
         noise: to be given to ``DifferentialPrivacy``; ``BandedNoise(b)`` with ``CyclicPoisson(b)``.
@@ -385,7 +385,7 @@ def suggest_noise(
     noise is as good.
 
     Args:
-        num_records: N.
+        num_records: of the training set, N.
         batch_size: B of a whole step.
         epochs: passes.
         target_epsilon, target_delta, relation: the budget.
