@@ -194,8 +194,8 @@ class BandedNoise(AbstractNoise):
     arXiv:2306.08153, Theorem 4). With :class:`~lightning_dp.sampling.FixedOrder` nothing is amplified,
     and E passes of at least b steps are √E/z-GDP, as the coefficients fall.
 
-    Each process keeps the vectors of the entries that it noises; they take b - 1 times the memory of the trained
-    parameters.
+    Each process remembers the entries that it noises; together they take b - 1 times the memory of the
+    trained parameters.
 
     Args:
         bands: b >= 1, as many steps as noise is remembered; 1 is independent noise.

@@ -93,7 +93,7 @@ class NoisePlan:
 
     @property
     def is_plain(self) -> bool:
-        """True if every step makes the same event, with noise and a batch of its own."""
+        """True if every step makes the same event, and no step depends on another."""
         return self.is_constant and not self.is_block and self.noise.bands == 1
 
     def charges_before(self, step: Whole) -> Whole:

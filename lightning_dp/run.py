@@ -199,7 +199,7 @@ class PrivateRun:
 
     @property
     def steps_begun(self) -> int:
-        """Those of them that were begun: a charge may cover steps that are still to come."""
+        """Noised steps that were begun; a charge may cover others that are still to come."""
         return self.steps - (0 if self.mechanism is None else self.mechanism.covered)
 
     @property
