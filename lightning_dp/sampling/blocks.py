@@ -50,7 +50,7 @@ class AbstractBlockSampling(AbstractSampling):
         """Return the event of a charge.
 
         Args:
-            noise_multiplier: z.
+            noise_multiplier: z of each step.
             sample_rate: q, expected batch size over records.
             noise: with its coefficients.
             number: of the charge in its block; 0 is the first one.
