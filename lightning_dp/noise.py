@@ -36,7 +36,16 @@ from scipy.signal import lfilter
 from torch import Tensor
 
 from lightning_dp._refusals import RefusedRun
-from lightning_dp._validate import between, finite, listed, normalise, optional, whole
+from lightning_dp._validate import (
+    between,
+    finite,
+    listed,
+    normalise,
+    optional,
+    positive,
+    probability,
+    whole,
+)
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.calibration import alike, calibrate_steps
 
@@ -399,6 +408,8 @@ def suggest_noise(
         IndependentNoise()
     """
     num_records, batch_size = whole("num_records", num_records), whole("batch_size", batch_size)
+    epsilon = positive("target_epsilon", target_epsilon)
+    delta = probability("target_delta", target_delta)
     steps = whole("epochs", epochs) * math.ceil(num_records / batch_size)
     rate, workload = min(1.0, batch_size / num_records), Workload(momentum)
     errors: dict[int, float] = {}
@@ -406,7 +417,7 @@ def suggest_noise(
         if bands * rate > 1 or bands > steps:
             break
         rounds = alike(bands * rate, math.ceil(steps / bands))
-        z = calibrate_steps(rounds, target_epsilon, target_delta, relation)
+        z = calibrate_steps(rounds, epsilon, delta, relation)
         errors[bands] = z * BandedNoise(bands, workload).for_steps(steps).error(steps, workload)
     errors = {bands: error / errors[1] for bands, error in errors.items()}
     best = min(errors.values())
