@@ -21,7 +21,9 @@ __all__ = [
     "AbstractPostProcessor",
     "AbstractSampling",
     "AbstractSchedule",
+    "AdaptiveQuantile",
     "ApproximateDP",
+    "Automatic",
     "BandedNoise",
     "BatchPlan",
     "Checks",
@@ -29,12 +31,14 @@ __all__ = [
     "Cosine",
     "CubicNewton",
     "CyclicPoisson",
+    "DPAdamW",
     "Diff2",
     "DifferentialPrivacy",
     "DynamicGD",
     "DynamicMomentum",
     "Exponential",
     "FixedOrder",
+    "Flat",
     "FromInfluence",
     "FullBatch",
     "IndependentNoise",
@@ -42,8 +46,8 @@ __all__ = [
     "LaplacianSmoothing",
     "MeanGradient",
     "Momentum",
-    "NoiseSuggestion",
     "PLDAccountant",
+    "PerGroup",
     "Poisson",
     "Polynomial",
     "PrivacyConfig",
@@ -71,6 +75,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from lightning_dp.accounting import ZCDP, ApproximateDP, PLDAccountant, StreamingRDPAccountant
     from lightning_dp.boundary import Query, Term
     from lightning_dp.callbacks import DifferentialPrivacy
+    from lightning_dp.clipping import AdaptiveQuantile, Automatic, Flat, PerGroup
     from lightning_dp.config import About, Checks, PrivacyConfig
     from lightning_dp.estimators import AbstractEstimator, CubicNewton, Diff2, MeanGradient, Storm
     from lightning_dp.functional import losses_of_records
@@ -79,10 +84,10 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
         BandedNoise,
         IndependentNoise,
         LambdaCGD,
-        NoiseSuggestion,
         Workload,
         suggest_noise,
     )
+    from lightning_dp.optimizers import DPAdamW
     from lightning_dp.postprocessing import AbstractPostProcessor, LaplacianSmoothing, Momentum
     from lightning_dp.sampling import (
         AbstractSampling,
@@ -114,6 +119,8 @@ else:
         "estimators",
         "schedules",
         "postprocessing",
+        "clipping",
+        "optimizers",
         "config",
         "callbacks",
         "functional",

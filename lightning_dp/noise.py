@@ -54,7 +54,6 @@ __all__ = [
     "BandedNoise",
     "IndependentNoise",
     "LambdaCGD",
-    "NoiseSuggestion",
     "Workload",
     "suggest_noise",
 ]

@@ -24,9 +24,10 @@ PUBLIC = {
         AbstractEstimator MeanGradient Diff2 Storm CubicNewton Query Term
         AbstractSchedule Constant Exponential StepDecay Polynomial Cosine DynamicGD DynamicMomentum
         FromInfluence
-        AbstractPostProcessor LaplacianSmoothing Momentum
+        AbstractPostProcessor LaplacianSmoothing Momentum DPAdamW
+        Flat Automatic PerGroup AdaptiveQuantile
         AbstractSampling BatchPlan Checks Poisson FullBatch CyclicPoisson FixedOrder
-        IndependentNoise BandedNoise LambdaCGD Workload NoiseSuggestion suggest_noise
+        IndependentNoise BandedNoise LambdaCGD Workload suggest_noise
         fix losses_of_records rows_of_records About
         PLDAccountant StreamingRDPAccountant ApproximateDP ZCDP
     """,
@@ -35,7 +36,7 @@ PUBLIC = {
         PrivateSingleDeviceStrategy PrivateDDPStrategy
     """,
     "lightning_dp.accounting": """
-        Gaussian PoissonGaussian CyclicRound FixedOrderPass ApproximateDP ZCDP
+        Gaussian PoissonGaussian ApproximateDP ZCDP
         PLDAccountant StreamingRDPAccountant
         epsilon delta epsilon_text TradeOff trade_off calibrate
         sweep_history recover_journal

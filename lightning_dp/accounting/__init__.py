@@ -12,8 +12,6 @@ from lightning_dp._lazy import names_from
 __all__ = [
     "ZCDP",
     "ApproximateDP",
-    "CyclicRound",
-    "FixedOrderPass",
     "Gaussian",
     "PLDAccountant",
     "PoissonGaussian",
@@ -34,8 +32,6 @@ if TYPE_CHECKING:
     from lightning_dp.accounting.events import (
         ZCDP,
         ApproximateDP,
-        CyclicRound,
-        FixedOrderPass,
         Gaussian,
         PoissonGaussian,
     )

@@ -26,15 +26,13 @@ from lightning_dp import (
 from lightning_dp._noise import random_generator
 from lightning_dp.accounting import (
     ApproximateDP,
-    CyclicRound,
-    FixedOrderPass,
     Gaussian,
     PLDAccountant,
     PoissonGaussian,
     StreamingRDPAccountant,
     epsilon,
 )
-from lightning_dp.accounting.events import event_from_dict
+from lightning_dp.accounting.events import CyclicRound, FixedOrderPass, event_from_dict
 from lightning_dp.accounting.gdp import gdp_epsilon
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.journal import Charges

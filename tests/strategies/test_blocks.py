@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_dp import (
+    AdaptiveQuantile,
     BandedNoise,
     Checks,
     Constant,
@@ -39,7 +40,8 @@ from lightning_dp import (
     Storm,
 )
 from lightning_dp._refusals import RefusedRun, RefusedSetting
-from lightning_dp.accounting import CyclicRound, FixedOrderPass, PLDAccountant
+from lightning_dp.accounting import PLDAccountant
+from lightning_dp.accounting.events import CyclicRound, FixedOrderPass
 from lightning_dp.accounting.gdp import gdp_epsilon
 from lightning_dp.audit import audit
 from tests.zoo import flat, private
@@ -321,6 +323,8 @@ def test_nothing_that_is_remembered_is_saved(fit, numbered, classifier, tmp_path
         ({**FIXED, "noise_schedule": Exponential(0.1)}, r"Use Constant\(\)"),
         ({**CYCLIC, "estimator": Diff2(4)}, r"Diff2\(.* asks otherwise"),
         ({**CYCLIC, "estimator": Storm(0.5)}, r"Storm\(.* asks otherwise"),
+        ({**CYCLIC, "clipping": AdaptiveQuantile()}, r"clipping=AdaptiveQuantile\(.* moves it"),
+        ({**FIXED, "clipping": AdaptiveQuantile()}, r"clipping=AdaptiveQuantile\(.* moves it"),
         ({**CYCLIC, "count_clipped": True}, r"count_clipped=True with noise=BandedNoise"),
         ({"noise": "banded"}, r"noise='banded' must be an object derived from AbstractNoise"),
     ],
