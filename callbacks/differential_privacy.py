@@ -18,6 +18,7 @@ from lightning_dp.callbacks.privacy_report_files import PrivacyReportFiles
 from lightning_dp.clipping import Clipping, Flat
 from lightning_dp.config import About, Checks, EngineName, PrivacyConfig
 from lightning_dp.estimators import AbstractEstimator
+from lightning_dp.noise import AbstractNoise, IndependentNoise
 from lightning_dp.postprocessing import AbstractPostProcessor
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import AbstractSampling, Poisson, UserLevel
@@ -52,12 +53,14 @@ class DifferentialPrivacy(Callback):
         noise_schedule: how the noise changes over steps; default constant.
         estimator: forms the question to the data; default DP-SGD's mean of clipped gradients.
         postprocessing: applied to the private gradient, in order.
-        sampling: ``Poisson()`` or ``FullBatch()``.
+        sampling: ``Poisson()``, ``FullBatch()``, ``CyclicPoisson(bands)`` or ``FixedOrder()``.
+        noise: ``IndependentNoise()`` (default); noise that remembers, ``BandedNoise(bands)`` with
+            ``CyclicPoisson(bands)`` or ``FixedOrder()``, ``LambdaCGD(lam)`` with ``FixedOrder()``.
         unit: what is protected: ``UserLevel(ids=..., most_rows=k)`` for users with all their rows;
             by default each row of the data set, a record.
         augmentations: K >= 1, times that each record of a batch is read; the mean of its K gradients
             is clipped. ε does not depend on it, and ``__getitem__`` makes another view each time.
-        relation: "add_remove" or "replace_one".
+        relation: "add_remove", "replace_one", or "zero_out" (for ``FixedOrder()``).
         accountant: computes ε.
         engine: computes gradients per record: "layers" (the whole batch at once, by the types of its
             layers; "bookkeeping" is its old name), "records" (every record alone, all at once under
@@ -118,6 +121,7 @@ class DifferentialPrivacy(Callback):
         estimator: AbstractEstimator | None = None,
         postprocessing: Sequence[AbstractPostProcessor] = (),
         sampling: AbstractSampling | None = None,
+        noise: AbstractNoise | None = None,
         unit: UserLevel | None = None,
         augmentations: int = 1,
         relation: Relation = "add_remove",
@@ -149,6 +153,7 @@ class DifferentialPrivacy(Callback):
                 estimator=estimator,
                 postprocessing=postprocessing,
                 sampling=Poisson() if sampling is None else sampling,
+                noise=IndependentNoise() if noise is None else noise,
                 unit=unit,
                 augmentations=augmentations,
                 relation=relation,

@@ -42,9 +42,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_dp._refusals import RefusedSetting
+from lightning_dp._refusals import RefusedRun, RefusedSetting
 
-__all__ = ["CipherStream", "NoiseSource", "random_generator"]
+__all__ = ["CipherStream", "CorrelatedSource", "NoiseSource", "random_generator"]
 
 
 _STREAMS = 2  # generators, each for its part of a vector
@@ -163,6 +163,7 @@ def _write(block: Tensor, noise: Tensor, std: float) -> None:
 
 
 _Put: TypeAlias = Callable[[Tensor, Tensor, float], None]
+_Correlate: TypeAlias = Callable[[Tensor, list[Tensor]], list[Tensor]]
 
 
 class _Stream:
@@ -331,9 +332,74 @@ class NoiseSource:
         if workers is not None:
             workers.shutdown(wait=True, cancel_futures=True)
 
-    def __reduce__(self) -> tuple[Callable[[], NoiseSource], tuple[()]]:
+    def __reduce__(self) -> tuple[Callable[..., NoiseSource], tuple[Any, ...]]:
         """Pickle and copy as a new source: two with one state would draw the same noise."""
         return partial(NoiseSource, self._seed, self._rank, secure=self.is_secure), ()
+
+
+class CorrelatedSource(NoiseSource):
+    """Noise of one block of steps, in which each vector depends on those before: see ``noise.py``.
+
+    What is remembered is in this process alone, of the entries that it draws for, and ends with the
+    block: a copy, or a pickle, begins a new one.
+
+    Args:
+        correlate: makes a fresh vector the next one, in place, with what it remembered; returns what
+            is to be remembered.
+        column_norm: ‖c‖.
+        seed, rank, secure: as for :class:`NoiseSource`.
+    """
+
+    def __init__(
+        self,
+        correlate: _Correlate,
+        column_norm: float,
+        seed: int | None = None,
+        rank: int = 0,
+        *,
+        secure: bool = False,
+    ) -> None:
+        super().__init__(seed, rank, secure=secure)
+        self._correlate, self._column_norm = correlate, column_norm
+        self._past: list[Tensor] = []
+        self._std: float | None = None
+
+    def _begin_to(self, put: _Put, vector: Tensor, std: float) -> Callable[[], None]:
+        if self._std not in (None, std):
+            raise RefusedRun(
+                f"The noise of a step has standard deviation {std}, and that of the steps before "
+                f"{self._std}: noise that remembers cancels only if z and the clip norm stay as they "
+                "are. Use noise=IndependentNoise().",
+                topic="out-of-order",
+            )
+        self._std = std
+        fresh = vector if put is _write else torch.empty_like(vector)
+        finish = super()._begin_to(_write, fresh, std * self._column_norm)
+
+        def finished() -> None:
+            self._leave_fork()
+            finish()
+            self._past = self._correlate(fresh, self._past)
+            if put is _add:
+                vector.add_(fresh)
+
+        return finished
+
+    def _leave_fork(self) -> None:
+        if self._process != os.getpid():
+            raise RefusedRun(
+                "This process was forked from one whose noise remembers: both would go on with the same "
+                "past. Let the child leave training to its parent.",
+                topic="batches-and-steps",
+            )
+
+    def close(self) -> None:
+        super().close()
+        self._past = []
+
+    def __reduce__(self) -> tuple[Callable[..., NoiseSource], tuple[Any, ...]]:
+        new = partial(CorrelatedSource, secure=self.is_secure)
+        return new, (self._correlate, self._column_norm, self._seed, self._rank)
 
 
 def _parts(vector: Tensor) -> list[Tensor]:

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from lightning_dp._described import Data, check_same, described
 from lightning_dp._noise import CipherStream
+from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import (
     above_0,
     explained,
@@ -32,8 +33,10 @@ from lightning_dp.accounting.events import AbstractExternal
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.clipping import AdaptiveQuantile, Clipping, Flat, PerGroup, known_clipping
 from lightning_dp.estimators import AbstractEstimator, MeanGradient
+from lightning_dp.noise import AbstractNoise, IndependentNoise
 from lightning_dp.postprocessing import AbstractPostProcessor
-from lightning_dp.sampling import AbstractSampling, Poisson, UserLevel
+from lightning_dp.sampling import AbstractSampling, FixedOrder, Poisson, UserLevel
+from lightning_dp.sampling.blocks import AbstractBlockSampling
 from lightning_dp.sampling.units import RowsOfUnits
 from lightning_dp.schedules import AbstractSchedule, Constant
 
@@ -145,13 +148,18 @@ class PrivacyConfig:
         noise_schedule: how the noise multiplier changes over steps; default constant.
         estimator: forms the question to the data; default ``MeanGradient(max_grad_norm)``, DP-SGD.
         postprocessing: applied in order to the private estimate.
-        sampling: ``Poisson()`` (default) or ``FullBatch()``.
+        sampling: ``Poisson()`` (default), ``FullBatch()``, ``CyclicPoisson(bands)``, or ``FixedOrder()``
+            for data that come in an order.
+        noise: ``IndependentNoise()`` (default), or noise that remembers and cancels:
+            ``BandedNoise(bands)`` with ``CyclicPoisson(bands)`` or ``FixedOrder()``, ``LambdaCGD(lam)``
+            with ``FixedOrder()``.
         unit: what is protected: ``UserLevel(ids=..., most_rows=k)`` for users with all their rows;
             by default each row of the data set, a record.
         augmentations: K >= 1, times that each record of a batch is read; the mean of its K gradients
             is clipped. ε does not depend on it, and ``__getitem__`` makes another view each time.
-        relation: neighbouring data sets differ by adding or removing a record ("add_remove"), or
-            by replacing one ("replace_one").
+        relation: neighbouring data sets differ by adding or removing a record ("add_remove"), by
+            replacing one ("replace_one"), or by one that has no effect and keeps its place
+            ("zero_out", for ``FixedOrder()``).
         accountant: computes ε; default the tight numerical one.
         engine: computes gradients per record: "layers" (the whole batch at once, by the types of its
             layers; "bookkeeping" is its old name), "records" (every record alone, all at once under
@@ -199,6 +207,7 @@ class PrivacyConfig:
     estimator: AbstractEstimator | None = None
     postprocessing: Sequence[AbstractPostProcessor] = ()
     sampling: AbstractSampling = field(default_factory=Poisson)
+    noise: AbstractNoise = field(default_factory=IndependentNoise)
     unit: UserLevel | None = None
     augmentations: int = 1
     relation: Relation = "add_remove"
@@ -240,6 +249,7 @@ class PrivacyConfig:
         self._check_schedule()
         self._check_gradient()
         self._check_clip_norm()
+        self._check_block()
         for release in self.other_releases:
             release.costs(self.relation)  # refuses one that says nothing about the relation
 
@@ -298,6 +308,7 @@ class PrivacyConfig:
         parts: list[tuple[str, object, type]] = [
             ("noise_schedule", self.noise_schedule, AbstractSchedule),
             ("sampling", self.sampling, AbstractSampling),
+            ("noise", self.noise, AbstractNoise),
             ("accountant", self.accountant, AbstractAccountant),
             ("estimator", self.resolved_estimator(), AbstractEstimator),
             *(("postprocessing", item, AbstractPostProcessor) for item in self.postprocessing),
@@ -354,6 +365,62 @@ class PrivacyConfig:
             raise ValueError(
                 f"noise_schedule={self.noise_schedule} looks at private gradients, and {estimator} "
                 "releases none. Use a schedule that is fixed in advance."
+            )
+
+    def _check_block(self) -> None:
+        """Refuse what noise that remembers, or batches that depend on each other, cannot go with."""
+        noise, sampling = self.noise, self.sampling
+        if not noise.bands <= sampling.separation:
+            cures = ["sampling=FixedOrder()"]
+            if math.isfinite(noise.bands):
+                cures.insert(0, f"sampling=CyclicPoisson({noise.bands:g})")
+            raise RefusedSetting(
+                f"noise={noise} with sampling={sampling}: noise is taken away again over "
+                f"{noise.bands:g} steps, and a record may take part twice in them, so z would not be its "
+                f"protection. Use {' or '.join(cures)}, or noise=IndependentNoise().",
+                topic="correlated-noise",
+            )
+        if noise.bands == 1 and not isinstance(sampling, AbstractBlockSampling):
+            return
+        together = f"noise={noise} with sampling={sampling}"
+        if self.unit is not None or self.augmentations > 1:
+            raise RefusedSetting(
+                f"{together} takes each row as a record that is read once: leave out unit and "
+                "augmentations, or use sampling=Poisson().",
+                topic="user-level",
+            )
+        if self.relation == "add_remove" and isinstance(sampling, FixedOrder):
+            raise RefusedSetting(
+                f"sampling={sampling} with relation='add_remove': a record more or less would move "
+                "others to other steps. Say relation='zero_out': neighbouring data sets differ by one "
+                "record that has no effect and keeps its place; or 'replace_one'.",
+                topic="fixed-order",
+            )
+        if not isinstance(self.noise_schedule, Constant):
+            raise RefusedSetting(
+                f"{together} needs the same noise at every step, and noise_schedule="
+                f"{self.noise_schedule} changes it. Use Constant().",
+                topic="correlated-noise",
+            )
+        traits = self.resolved_estimator().traits
+        is_plain = traits.period == traits.queries_per_step == len(traits.clip_norms) == 1
+        if not (is_plain and traits.asks_one_gradient and traits.longest_silence == 0):
+            raise RefusedSetting(
+                f"{together} needs one query of one clip norm at every step, and "
+                f"{self.resolved_estimator()} asks otherwise. Use max_grad_norm alone (MeanGradient).",
+                topic="correlated-noise",
+            )
+        if not self.clipping.is_constant:
+            raise RefusedSetting(
+                f"{together} needs one clip norm for all steps, and clipping={self.clipping} moves it. "
+                "Use Flat(), Automatic() or PerGroup({...}).",
+                topic="correlated-noise",
+            )
+        if self.count_clipped and noise.bands > 1:
+            raise RefusedSetting(
+                f"count_clipped=True with noise={noise}: averages of the count take its noise for "
+                "independent. Leave it out.",
+                topic="correlated-noise",
             )
 
     def _check_clip_norm(self) -> None:
@@ -468,6 +535,7 @@ class PrivacyConfig:
             "sampling": self.sampling,
             "unit": self.unit if self.unit is None else repr(self.unit),  # without the ids
             "augmentations": self.augmentations,
+            "noise": self.noise,
             "private_optimizer": self.private_optimizer,
             "count_clipped": self.count_clipped,
             "clipping": self.clipping,

@@ -75,6 +75,7 @@ class Setting:
         is_calibrated: the noise follows from the budget; False where the user set it.
         processes: that share each batch.
         unit: of privacy, in a word.
+        growth: standard deviation of a step's noise over z·C; above 1 if it remembers.
         moves_clip_norm: C is that of the first step only.
     """
 
@@ -96,6 +97,7 @@ class Setting:
     is_calibrated: bool = True
     processes: int = 1
     unit: str = "record"
+    growth: float = 1.0
     moves_clip_norm: bool = False
 
     @property
@@ -105,8 +107,9 @@ class Setting:
 
     @property
     def noise_norm(self) -> float:
-        """z·C·√d / B, the norm of the noise in a step's mean gradient."""
-        return self.noise_multiplier * self.clip_norm * math.sqrt(self.size) / self.batch_size
+        """z·C·√d / B, the norm of the noise in a step's mean gradient; more if it remembers."""
+        noise = self.noise_multiplier * self.clip_norm * math.sqrt(self.size) / self.batch_size
+        return noise * self.growth
 
     @property
     def plan(self) -> TrainingPlan | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.clipping import Flat
+from lightning_dp.noise import IndependentNoise
 from lightning_dp.plan.advice import facts
 from lightning_dp.report.content import PrivacyReport
 from lightning_dp.run import PrivateRun
@@ -99,7 +100,7 @@ def _spot_checks(run: PrivateRun) -> str:
     if run.config.engine == "one_by_one":
         return "not needed: each record runs alone"
     passed = run.spot_checks - sum(run.not_compared.values())
-    of = f"of {run.steps} steps" if run.started is None else "steps since the run was resumed"
+    of = f"of {run.steps_begun} steps" if run.started is None else "steps since the run was resumed"
     reasons = "; ".join(f"{reason} ({count})" for reason, count in sorted(run.not_compared.items()))
     state = "; gradients by construction" if run.isolation.startswith("by construction") else ""
     return f"passed at {passed} {of}{state}{f'; not compared: {reasons}' if reasons else ''}"
@@ -122,6 +123,7 @@ def _mechanism(run: PrivateRun) -> dict[str, str]:
             if config.augmentations == 1
             else {"augmentations": _VIEWS.format(config.augmentations)}
         ),
+        **({} if config.noise == IndependentNoise() else {"noise": repr(config.noise)}),
         "gradient engine": run.engine,
         "random numbers": _CIPHER if config.secure_noise else _SEEDED,
         **({} if run.optimizers is None else {"private optimizer": run.optimizers}),

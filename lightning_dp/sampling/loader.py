@@ -6,9 +6,10 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_dp._noise import random_generator
@@ -17,6 +18,9 @@ from lightning_dp.sampling.schemes import AbstractSampling, BatchPlan
 from lightning_dp.sampling.units import RowsOfUnits
 
 __all__ = ["Chunk", "ChunkSampler", "PrivateDataLoader"]
+
+
+_Positions: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Chunk:
             is thrown away. Sensitive, like anything about who is in a batch.
         first: True if a logical batch begins with it.
         sample_rate: q with which its logical batch was drawn.
+        step: of the run, that its logical batch was drawn for.
         last: True if the logical batch ends with it.
         records: the rows of the data set that are read, in order; of a stand-in too. Sensitive.
         owners: the unit of each row, from 0 to ``size - 1``; none where each row is one. Sensitive.
@@ -38,6 +43,7 @@ class Chunk:
     size: int
     first: bool
     sample_rate: float
+    step: int = 0
     last: bool = True
     records: Sequence[int] = field(default=(), repr=False)
     owners: Sequence[int] = field(default=(), repr=False)
@@ -76,6 +82,10 @@ class _EachAlone:
         return _BothWays(self.collate(records), alone)
 
 
+def _draw_alone(step: int, rate: float, rng: np.random.Generator) -> None:
+    return None
+
+
 class ChunkSampler(Sampler[list[int]]):
     """Record indices, chunk by chunk: each logical batch in exactly the planned number of chunks.
 
@@ -89,6 +99,7 @@ class ChunkSampler(Sampler[list[int]]):
         plan: how an epoch is cut.
         sampling: draws the records, or units, of each logical batch.
         rank, world_size: this process and how many there are.
+        draw: draws the batch of a step that depends on those of others; None where it does not.
         rate: q at a step of the run, where it is not the plan's at all steps.
         first_step: the step of the run at which a pass begins; asked when its first batch is drawn.
         limit: chunks of an epoch that will be used (``limit_train_batches``). A logical batch cut
@@ -107,6 +118,7 @@ class ChunkSampler(Sampler[list[int]]):
         world_size: int,
         limit: int,
         seed: int | None,
+        draw: Callable[[int, float, np.random.Generator], _Positions | None] = _draw_alone,
         rate: Callable[[int], float] | None = None,
         first_step: Callable[[], int] = int,
         units: RowsOfUnits | None = None,
@@ -120,6 +132,7 @@ class ChunkSampler(Sampler[list[int]]):
         self._world_size = world_size
         self._limit = limit
         self._seed = seed
+        self._draw_in_block = draw
         self._rate = rate
         self._first_step = first_step
         self._units = units
@@ -142,7 +155,7 @@ class ChunkSampler(Sampler[list[int]]):
         while position < stop:
             end = self._end_of_step(position)
             rate = self._plan.sample_rate if self._rate is None else self._rate(step)
-            drawn, chunks = self._draw(rate, rng), end - position
+            drawn, chunks = self._draw(step, rate, rng), end - position
             parts = [drawn] if chunks == 1 else np.array_split(drawn, chunks)
             for offset, part in enumerate(parts):
                 first, last = offset == 0, offset == chunks - 1
@@ -151,7 +164,7 @@ class ChunkSampler(Sampler[list[int]]):
                     part, of_rows = self._units.draw(part, rng)
                     owners = of_rows.tolist()
                 records = part.tolist() or [0]
-                chunk = Chunk(position + offset, size, first, rate, last, records, owners)
+                chunk = Chunk(position + offset, size, first, rate, step, last, records, owners)
                 self.pending.append(chunk)
                 yield list(records)
             position, step = end, step + 1
@@ -166,9 +179,11 @@ class ChunkSampler(Sampler[list[int]]):
         end = position // chunks * chunks + chunks
         return min(end, self._limit) if position < self._limit else position + 1
 
-    def _draw(self, rate: float, rng: np.random.Generator) -> np.ndarray[Any, np.dtype[np.int64]]:
-        shard = range(self._rank, self._plan.num_records, self._world_size)
-        drawn = self._sampling.draw(len(shard), rate, rng)
+    def _draw(self, step: int, rate: float, rng: np.random.Generator) -> _Positions:
+        drawn = self._draw_in_block(step, rate, rng)
+        if drawn is None:
+            shard = range(self._rank, self._plan.num_records, self._world_size)
+            drawn = self._sampling.draw(len(shard), rate, rng)
         return self._rank + self._world_size * drawn
 
 

@@ -208,6 +208,8 @@ def _check_noise_variance(config: PrivacyConfig, module: LightningModule, optimi
     unknown = NoiseFilter(config.resolved_estimator(), config.postprocessing).unknown
     if config.checks.gradient_edits is not None:
         unknown = f"gradient_edits={config.checks.gradient_edits!r}"
+    if config.noise.bands > 1:
+        unknown = f"noise={config.noise}, which is not independent between steps"
     value = module.trainer.gradient_clip_val
     if value or is_overridden("configure_gradient_clipping", module):
         unknown = f"clipping of the private gradient (gradient_clip_val={value})"

@@ -630,7 +630,7 @@ class Agreement:
         reason = self._common(fault, place)
         if reason is None:
             return
-        if self._run.steps <= unused:
+        if self._run.steps_begun <= unused:
             raise MisconfigurationError(reason, topic="voided-run")
         self._end(reason)
 

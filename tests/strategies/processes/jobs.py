@@ -24,9 +24,12 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_dp import (
     AdaptiveQuantile,
+    BandedNoise,
     Checks,
     CubicNewton,
+    CyclicPoisson,
     Diff2,
+    FixedOrder,
     FullBatch,
     PrivacyConfig,
     UserLevel,
@@ -292,6 +295,47 @@ def secure(folder: Path) -> dict[str, Any]:
     return noise(folder, secure_noise=True)
 
 
+def correlated(folder: Path) -> dict[str, Any]:
+    """Twelve steps of noise that remembers, and the records of each on this rank."""
+    torch.manual_seed(0)
+    model, moved = Flat(), []
+    seen: list[list[int]] = []
+
+    class Note(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, _: int) -> None:
+            is_real = trainer.train_dataloader.current.size > 0
+            seen.append(batch[0].tolist() if is_real else [])
+            moved.append(flat(module.net))
+
+    privacy = {
+        "noise_multiplier": 2.0,
+        "max_grad_norm": 0.5,
+        "sampling": CyclicPoisson(4),
+        "noise": BandedNoise(4, coefficients=(1.0, 0.7, 0.4, 0.1)),
+    }
+    _, callback = fit(model, numbered(40), 2, privacy, folder, Note(), max_steps=12)
+    return {
+        "moved": torch.stack([*moved, flat(model.net)]).double().diff(dim=0),
+        "seen": seen,
+        "steps": callback.steps,
+        "charges": sum(count for _, count in callback._run.ledger.history()),
+        "past": [len(past) for past in callback._run.mechanism.noise._past],
+    }
+
+
+def ordered(folder: Path) -> dict[str, Any]:
+    """A fixed order without noise and clipping: 51 records in batches of 8 on each rank."""
+    model = Model(rank())
+    privacy = {
+        "noise_multiplier": 0.0,
+        "max_grad_norm": math.inf,
+        "sampling": FixedOrder(),
+        "relation": "zero_out",
+    }
+    fit(model, numbered(51), 8, privacy, folder, max_epochs=3)
+    return {"at_start": model.at_start, "flat": flat(model.net), "chunks": model.chunks}
+
+
 def sparse(folder: Path) -> dict[str, Any]:
     """Two records in four chunks per step, a budget that ends it, and folders of their own."""
     model = Logging(rank(), folder / "rank0" / "privacy")
@@ -499,21 +543,8 @@ def edited_at_once(folder: Path) -> dict[str, Any]:
 # -- all ----------------------------------------------------------------------------------------------
 
 ON_TWO: list[Callable[[Path], dict[str, Any]]] = [
-    *(
-        plain,
-        clipped,
-        adaptive,
-        users,
-        ghost,
-        diff2,
-        cubic,
-        noise,
-        secure,
-        sparse,
-        calibrated,
-        resumed,
-        alone,
-    ),
+    *(plain, clipped, adaptive, users, ghost, diff2, cubic, noise, secure, correlated, ordered),
+    *(sparse, calibrated, resumed, alone),
     *(lengths, no_journal, voided, voided_apart, mixed, edited, edited_at_once),
 ]
 
