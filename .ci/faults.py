@@ -88,9 +88,7 @@ FAULTS = (
     ),
     Fault("gamma_beside_the_norm", "factors = clip_norm / (_wide(norms)", ") + (0.0"),
     Fault("rule_for_twice_the_norm", "self.clipping.rescale(found, query.clip_norm", "* 2"),
-    Fault(
-        "count_without_noise", "source.add_normal(total.value[world.share(len(total.value)", "- 1"
-    ),
+    Fault("count_without_noise", "source.add_normal(value[world.share(len(value)", "- 1"),
     Fault("clip_norm_moves_the_other_way", "change = -self.rate", "* -1"),
     Fault("moved_clip_norm_not_saved", '"clip_norm": self.clip_norm', "and None"),
     Fault("released_norm_not_asked_for", "query = replace(query, clip_norm=self.clip_norm", "/ 2"),

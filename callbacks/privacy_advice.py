@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dp.run import PrivateRun
-from lightning_dp.strategies import PrivacyCallback
+from lightning_dp.strategies.hooks import PrivacyCallback
 
 __all__ = ["PrivacyAdvice"]
 

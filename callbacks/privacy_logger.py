@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lightning_dp.accounting.base import epsilon_text, float32_above
 from lightning_dp.run import PrivateRun
-from lightning_dp.strategies import PrivacyCallback
+from lightning_dp.strategies.hooks import PrivacyCallback
 
 __all__ = ["EPSILON", "NOISE_MULTIPLIER", "PrivacyLogger", "hyperparameters"]
 

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dp._refusals import warn
 from lightning_dp.run import PrivateRun
-from lightning_dp.strategies import PrivacyCallback
+from lightning_dp.strategies.hooks import PrivacyCallback
 
 if TYPE_CHECKING:
     from lightning_dp.report import PrivacyReport

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from torch import Tensor
 from lightning_dp._validate import between, normalise, positive
 from lightning_dp.boundary import LARGEST_NORM, PerSampleGradients
 from lightning_dp.functional import clip_factors, has_float64
-
-if TYPE_CHECKING:
-    from lightning_dp.gradients.base import AbstractPerSampleGradients
 
 __all__ = [
     "AdaptiveQuantile",
@@ -36,6 +33,13 @@ __all__ = [
 ]
 
 _LARGEST_CHANGE = 50.0  # of the logarithm of C in one step: noise alone goes no further
+
+
+class GradientsByParameter(PerSampleGradients, Protocol):
+    """Gradients whose norms are known for each parameter, too."""
+
+    def norms_by_parameter(self) -> Tensor:
+        """L2 norm of each record's gradient of each parameter, shape (n, parameters)."""
 
 
 class Rescaling(ABC):
@@ -56,13 +60,11 @@ class Rescaling(ABC):
     def relative_norms(self, norms: Tensor, clip_norm: float) -> Tensor:
         """Return norms in units of the one from which on the rule bends, shape (n,)."""
 
-    def norms(self, gradients: AbstractPerSampleGradients) -> Tensor:
+    def norms(self, gradients: GradientsByParameter) -> Tensor:
         """Return the norms that the rule takes: of whole gradients, shape (n,)."""
         return gradients.norms()
 
-    def rescale(
-        self, gradients: AbstractPerSampleGradients, clip_norm: float
-    ) -> PerSampleGradients:
+    def rescale(self, gradients: GradientsByParameter, clip_norm: float) -> PerSampleGradients:
         """Return the gradients by this rule, whose norms are at most C."""
         norms = self.norms(gradients)
         return _RescaledGradients(gradients, norms, self.factors(norms, clip_norm))
@@ -71,9 +73,7 @@ class Rescaling(ABC):
 class _RescaledGradients(PerSampleGradients):
     """Gradients times factors, of shape (n,) or (n, parameters) as their norms are."""
 
-    def __init__(
-        self, gradients: AbstractPerSampleGradients, norms: Tensor, factors: Tensor
-    ) -> None:
+    def __init__(self, gradients: GradientsByParameter, norms: Tensor, factors: Tensor) -> None:
         self._gradients, self._factors = gradients, factors
         rescaled, is_lost = norms * factors, ~(norms <= LARGEST_NORM)
         if norms.dim() > 1:
@@ -110,9 +110,7 @@ class Flat(Rescaling):
     def relative_norms(self, norms: Tensor, clip_norm: float) -> Tensor:
         return norms if clip_norm == math.inf else norms / clip_norm
 
-    def rescale(
-        self, gradients: AbstractPerSampleGradients, clip_norm: float
-    ) -> PerSampleGradients:
+    def rescale(self, gradients: GradientsByParameter, clip_norm: float) -> PerSampleGradients:
         return gradients  # the bounded sum does no more
 
 
@@ -241,7 +239,7 @@ class ParameterGroups(Rescaling):
                 f"The squares of {self} must sum to 1, or the sum is not bounded by C."
             )
 
-    def norms(self, gradients: AbstractPerSampleGradients) -> Tensor:
+    def norms(self, gradients: GradientsByParameter) -> Tensor:
         return gradients.norms_by_parameter()
 
     def factors(self, norms: Tensor, clip_norm: float) -> Tensor:

@@ -34,7 +34,6 @@ from lightning_dp.gradients.graph import WaitingLosses
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.plan.advice import Setting, optimizer_setting
 from lightning_dp.run import PrivateRun
-from lightning_dp.strategies import PrivacyCallback
 from lightning_dp.strategies.alone import RecordsAlone
 from lightning_dp.strategies.checks import (
     Monitors,
@@ -56,6 +55,7 @@ from lightning_dp.strategies.data import (
     private_loader_of,
 )
 from lightning_dp.strategies.earlier_training import EarlierTraining
+from lightning_dp.strategies.hooks import PrivacyCallback
 from lightning_dp.strategies.isolation import IsolationWatch
 from lightning_dp.strategies.step import Agreement, FitEngine, Place, PrivateStep, end_training
 from lightning_dp.strategies.update_guard import (

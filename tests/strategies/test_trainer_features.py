@@ -14,7 +14,7 @@ from lightning_dp import Checks, FullBatch, PrivacyConfig
 from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.callbacks import DifferentialPrivacy, PrivacyLogger
 from lightning_dp.run import PrivateRun
-from lightning_dp.strategies import PrivacyCallback
+from lightning_dp.strategies.hooks import PrivacyCallback
 from lightning_dp.strategies.strategy import install
 from tests.zoo import private
 
