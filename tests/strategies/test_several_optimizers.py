@@ -147,8 +147,8 @@ class Moved(GAN):
     ("model", "settings", "message"),
     [
         (GAN, {"private_optimizer": None}, r"gives 2 optimizers.*private_optimizer=1\).*'critic'"),
-        (GAN, {"private_optimizer": 2}, "private_optimizer=2 is no place among the 2.*0 to 1"),
-        (GAN, {"private_optimizer": "net"}, r"is no module of GAN.*\['generator', 'critic'\]"),
+        (GAN, {"private_optimizer": 2}, "=2: configure_optimizers returned 2 .*0 to 1"),
+        (GAN, {"private_optimizer": "net"}, r"name a module of GAN.*\['generator', 'critic'\]"),
         (Shared, {"private_optimizer": 1}, r"both hold the parameters \['critic.0.bias'"),
         (Shared, {}, "2 hold some of them.*private_optimizer=0"),
         (GAN, {"engine": "hooks"}, "generated rows.*engine='layers'"),

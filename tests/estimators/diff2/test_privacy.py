@@ -284,7 +284,7 @@ def test_feedback_is_warned_of_once_above_one(factor, recwarn):
         _, state = diff2.tell(state, params, step, Release(torch.zeros(2), noise_std))
     messages = [str(warning.message) for warning in recwarn.list]
     assert len(messages) == (1 if factor > 1 else 0)
-    assert all("is 1.1 times as long as the estimate" in message for message in messages)
+    assert all("has 1.1 times the norm of the estimate" in message for message in messages)
 
 
 def test_what_is_recommended_does_not_feed_back():

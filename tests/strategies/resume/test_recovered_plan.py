@@ -234,7 +234,7 @@ def test_noise_chosen_at_run_time_needs_a_bound_from_its_user(tmp_path):
     run = steps.make(steps.begin(), SAVED)
     steps.save(run, tmp_path / "a.ckpt")
     lose(run)
-    with pytest.raises(ValueError, match=r"give costliest=.*unrecorded_steps=9"):
+    with pytest.raises(ValueError, match=r"Give costliest=.*unrecorded_steps=9"):
         recover_journal(tmp_path / "a.ckpt", tmp_path / "new", 9)
     assert not (tmp_path / "new").exists()
     with pytest.raises(ValueError, match=r"costliest=1.5 must be an event"):
