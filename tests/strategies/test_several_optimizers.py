@@ -155,7 +155,7 @@ class Moved(GAN):
         (GAN, {"engine": "records"}, "whole batch.*engine='records'.*at 'auto'"),
         (GAN, {"engine": "one_by_one"}, "runs training_step once for each record"),
         (GAN, {"estimator": Diff2(2)}, "must run training_step again"),
-        (Moved, {}, r"without a backward\(\) of the LightningModule's own"),
+        (Moved, {}, r"leave backward\(\) of the LightningModule"),
     ],
     ids=[
         "none",

@@ -335,8 +335,8 @@ def test_diverged_parameters_are_refused_before_the_charge(estimator, value):
         ({"split": 1.0}, r"split=1\.0 must be 'paper', 'optimal', or a finite number above 1"),
         ({"split": math.nan}, "split=nan must be"),
         ({"split": "best"}, "split='best' must be"),
-        ({"split": "optimal"}, "step_length=None: give an expected length"),
-        ({"split": "optimal", "step_length": -1.0}, r"step_length=-1\.0: give"),
+        ({"split": "optimal"}, "step_length=None must be finite and greater than 0"),
+        ({"split": "optimal", "step_length": -1.0}, r"step_length=-1\.0 must be finite"),
         ({"step_length": 1.0}, "is used by split='optimal' only"),
     ],
 )

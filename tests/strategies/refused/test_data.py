@@ -298,7 +298,7 @@ def test_a_centre_of_the_training_set_is_refused(
     model, trainer = Centred(mlp()), make_trainer(max_epochs=1, callbacks=[privacy])
 
     assert_refused(
-        lambda: trainer.fit(model, loader), r"on_train_start asks .*\(a centre, statistics", model
+        lambda: trainer.fit(model, loader), r"on_train_start reads .*\(a centre, statistics", model
     )
 
 
