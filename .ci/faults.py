@@ -46,6 +46,9 @@ TESTS = [
     "tests/isolation/test_findings.py",
     "tests/strategies/test_isolation.py",
     "tests/strategies/test_public_stops.py",
+    "tests/test_clipping.py",
+    "tests/strategies/test_clipping_rules.py",
+    "tests/test_optimizers.py",
 ]
 
 
@@ -71,6 +74,20 @@ FAULTS = (
     Fault(
         "half_the_rate_charged", "sampled_gaussian(noise_multiplier, sample_rate", "/ 2", "schemes"
     ),
+    Fault(
+        "groups_bounded_by_the_largest",
+        "return math.hypot(*self.groups.values()",
+        ") * 0 + max(self.groups.values()",
+    ),
+    Fault("gamma_beside_the_norm", "factors = clip_norm / (_wide(norms)", ") + (0.0"),
+    Fault("rule_for_twice_the_norm", "self.clipping.rescale(found, query.clip_norm", "* 2"),
+    Fault(
+        "count_without_noise", "source.add_normal(total.value[world.share(len(total.value)", "- 1"
+    ),
+    Fault("clip_norm_moves_the_other_way", "change = -self.rate", "* -1"),
+    Fault("moved_clip_norm_not_saved", '"clip_norm": self.clip_norm', "and None"),
+    Fault("released_norm_not_asked_for", "query = replace(query, clip_norm=self.clip_norm", "/ 2"),
+    Fault("half_the_noise_subtracted", "return self.covariance[-1][-1]", "/ 2"),
     Fault("clip_after_the_sum", "finite_norms = norms", "* 0 + norms.mean()"),
     Fault("noise_on_other_ranks_only", "if noise_std > 0 and not has_begun", "and world.rank"),
     Fault("counted_gradients_not_clipped", "self._factors = clip_factors(norms, clip_norm", "* 2"),

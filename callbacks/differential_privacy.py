@@ -15,6 +15,7 @@ from lightning_dp.accounting.events import AbstractExternal
 from lightning_dp.callbacks.privacy_advice import PrivacyAdvice
 from lightning_dp.callbacks.privacy_logger import PrivacyLogger
 from lightning_dp.callbacks.privacy_report_files import PrivacyReportFiles
+from lightning_dp.clipping import Clipping, Flat
 from lightning_dp.config import About, Checks, EngineName, PrivacyConfig
 from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.postprocessing import AbstractPostProcessor
@@ -44,6 +45,8 @@ class DifferentialPrivacy(Callback):
             that the Trainer will make.
         target_delta: δ in (0, 1); choose it well below 1 / N.
         max_grad_norm: C > 0, the clip norm of one record's gradient (default 1.0).
+        clipping: the rule that bounds a record's gradient: ``Flat()`` (default), ``Automatic()``,
+            ``PerGroup({pattern: C})`` or ``AdaptiveQuantile()``.
         noise_multiplier: z >= 0; the noise on the sum has standard deviation z·C. The scale of
             ``noise_schedule``. 0 trains without privacy (ε is inf).
         noise_schedule: how the noise changes over steps; default constant.
@@ -102,6 +105,7 @@ class DifferentialPrivacy(Callback):
         *,
         target_delta: float,
         max_grad_norm: float | None = None,
+        clipping: Clipping | None = None,
         noise_multiplier: float | None = None,
         noise_schedule: AbstractSchedule | None = None,
         estimator: AbstractEstimator | None = None,
@@ -130,6 +134,7 @@ class DifferentialPrivacy(Callback):
                 target_epsilon=target_epsilon,
                 noise_multiplier=noise_multiplier,
                 max_grad_norm=max_grad_norm,
+                clipping=Flat() if clipping is None else clipping,
                 noise_schedule=Constant() if noise_schedule is None else noise_schedule,
                 estimator=estimator,
                 postprocessing=postprocessing,

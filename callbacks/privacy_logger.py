@@ -38,11 +38,12 @@ class PrivacyLogger(PrivacyCallback):
     At the steps to log, loggers also get, from public numbers and releases alone:
 
     - ``privacy/sample_rate``, ``privacy/expected_batch_size``: q and B = qN of the step;
-    - ``privacy/clip_norm``: C of the setting; ``privacy/noise_norm``: z·C·√d / B, the norm of the
-      noise in the mean gradient;
+    - ``privacy/clip_norm``: C, of the next step where it moves; ``privacy/noise_norm``: z·C·√d / B, the
+      norm of the noise in the mean gradient;
     - ``privacy/signal_ratio``: the estimated norm of the gradient over that of the noise, over the last
       50 steps or more; 0 where noise hides it. It may stay far below 1 in a large model that learns;
-    - ``privacy/share_clipped``: with ``count_clipped=True``, the noised share of clipped records;
+    - ``privacy/share_clipped``: with ``count_clipped=True`` or a clip norm that moves, the noised share
+      of clipped records;
     - ``privacy/steps_left``: of the plan, as far as the budget affords them.
 
     The settings of privacy are in the loggers' hyper-parameters (``hparams.yaml``, W&B's config).
@@ -113,7 +114,7 @@ def _of_noise(run: PrivateRun) -> dict[str, float]:
     metrics = {
         "sample_rate": rate,
         "expected_batch_size": rate * setting.num_records,
-        "clip_norm": setting.clip_norm,
+        "clip_norm": setting.clip_norm if mechanism.clip_norm is None else mechanism.clip_norm,
         "noise_norm": setting.noise_norm,
         "steps_left": run.remaining_steps,
     }
@@ -140,12 +141,13 @@ def hyperparameters(run: PrivateRun) -> dict[str, Any]:
         "noise_multiplier": run.noise_multiplier,
         "noise_schedule": repr(config.noise_schedule),
         "estimator": repr(config.resolved_estimator()),
+        "clipping": repr(config.clipping),
         "postprocessing": repr(list(config.postprocessing)),
         "sampling": repr(config.sampling),
         "sample_rate": batches.sample_rate,
         "expected_batch_size": batches.expected_batch_size,
         "num_records": batches.num_records,
-        "count_clipped": config.count_clipped,
+        "count_clipped": config.counts_clipped,
         "seeded": run.is_seeded,
     }
     if run.setting is not None:

@@ -21,23 +21,28 @@ __all__ = [
     "AbstractPostProcessor",
     "AbstractSampling",
     "AbstractSchedule",
+    "AdaptiveQuantile",
     "ApproximateDP",
+    "Automatic",
     "BatchPlan",
     "Checks",
     "Constant",
     "Cosine",
     "CubicNewton",
+    "DPAdamW",
     "Diff2",
     "DifferentialPrivacy",
     "DynamicGD",
     "DynamicMomentum",
     "Exponential",
+    "Flat",
     "FromInfluence",
     "FullBatch",
     "LaplacianSmoothing",
     "MeanGradient",
     "Momentum",
     "PLDAccountant",
+    "PerGroup",
     "Poisson",
     "Polynomial",
     "PrivacyConfig",
@@ -63,10 +68,12 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from lightning_dp.accounting import ZCDP, ApproximateDP, PLDAccountant, StreamingRDPAccountant
     from lightning_dp.boundary import Query, Term
     from lightning_dp.callbacks import DifferentialPrivacy
+    from lightning_dp.clipping import AdaptiveQuantile, Automatic, Flat, PerGroup
     from lightning_dp.config import About, Checks, PrivacyConfig
     from lightning_dp.estimators import AbstractEstimator, CubicNewton, Diff2, MeanGradient, Storm
     from lightning_dp.functional import losses_of_records
     from lightning_dp.gradients.batches import rows_of_records
+    from lightning_dp.optimizers import DPAdamW
     from lightning_dp.postprocessing import AbstractPostProcessor, LaplacianSmoothing, Momentum
     from lightning_dp.sampling import AbstractSampling, BatchPlan, FullBatch, Poisson
     from lightning_dp.schedules import (
@@ -90,6 +97,8 @@ else:
         "estimators",
         "schedules",
         "postprocessing",
+        "clipping",
+        "optimizers",
         "config",
         "callbacks",
         "functional",

@@ -28,6 +28,7 @@ from lightning_dp._validate import (
 from lightning_dp.accounting.base import LEAST_EPSILON, AbstractAccountant, Relation
 from lightning_dp.accounting.events import AbstractExternal
 from lightning_dp.accounting.pld import PLDAccountant
+from lightning_dp.clipping import AdaptiveQuantile, Clipping, Flat, PerGroup, known_clipping
 from lightning_dp.estimators import AbstractEstimator, MeanGradient
 from lightning_dp.postprocessing import AbstractPostProcessor
 from lightning_dp.sampling import AbstractSampling, Poisson
@@ -136,6 +137,8 @@ class PrivacyConfig:
             (ε is inf).
         max_grad_norm: C > 0, the clip norm of one record's gradient; 1.0 if neither it nor an
             ``estimator`` is given.
+        clipping: the rule that bounds a record's gradient: ``Flat()`` (default), ``Automatic()``,
+            ``PerGroup({pattern: C})`` or ``AdaptiveQuantile()``.
         noise_schedule: how the noise multiplier changes over steps; default constant.
         estimator: forms the question to the data; default ``MeanGradient(max_grad_norm)``, DP-SGD.
         postprocessing: applied in order to the private estimate.
@@ -181,6 +184,7 @@ class PrivacyConfig:
     target_epsilon: float | None = None
     noise_multiplier: float | None = None
     max_grad_norm: float | None = None
+    clipping: Clipping = field(default_factory=Flat)
     noise_schedule: AbstractSchedule = field(default_factory=Constant)
     estimator: AbstractEstimator | None = None
     postprocessing: Sequence[AbstractPostProcessor] = ()
@@ -255,6 +259,7 @@ class PrivacyConfig:
         normalise(self, optional(not_negative), "noise_multiplier")
         normalise(self, optional(above_0), "max_grad_norm")
         normalise(self, optional(seed), "seed")
+        normalise(self, known_clipping, "clipping")
         normalise(self, flag, "advice", "count_clipped")
         normalise(self, optional(_place), "private_optimizer")
         normalise(self, optional(_folder), "ledger_dir")
@@ -323,6 +328,7 @@ class PrivacyConfig:
 
     def _check_clip_norm(self) -> None:
         self._check_count()
+        self._check_clipping()
         if self.max_grad_norm is not None and self.estimator is not None:
             raise ValueError(
                 f"max_grad_norm={self.max_grad_norm} is given as well as estimator={self.estimator}, "
@@ -335,16 +341,51 @@ class PrivacyConfig:
                 f"(no privacy); here noise_multiplier={self.noise_multiplier}."
             )
 
+    def _check_clipping(self) -> None:
+        """Refuse a rule where its clip norms are not those of plain gradients."""
+        rule, traits = self.clipping, self.resolved_estimator().traits
+        if isinstance(rule, Flat):
+            return
+        if not (traits.asks_one_gradient and traits.queries_per_step == 1):
+            raise ValueError(
+                f"clipping={rule} bounds plain gradients, and {self.resolved_estimator()} has other "
+                "bounds. Leave clipping out, or the estimator."
+            )
+        if isinstance(rule, PerGroup) and (self.max_grad_norm or self.estimator) is not None:
+            raise ValueError(
+                f"clipping={rule} has the clip norms of its groups. Leave out max_grad_norm and "
+                "estimator."
+            )
+        if math.inf in traits.clip_norms:
+            raise ValueError(f"clipping={rule} needs a finite max_grad_norm.")
+        if isinstance(rule, AdaptiveQuantile) and not all(
+            rule.least <= norm <= rule.most for norm in traits.clip_norms
+        ):
+            raise ValueError(
+                f"max_grad_norm={traits.clip_norms[0]} is where clipping={rule} begins, and must be "
+                "from its least to its most."
+            )
+
     def _check_count(self) -> None:
         """Refuse to count clipped records where no gradient is clipped at a fixed norm."""
         traits = self.resolved_estimator().traits
         is_clipped = traits.estimates_gradient and math.inf not in traits.clip_norms
+        if self.count_clipped and not isinstance(self.clipping, Flat | AdaptiveQuantile):
+            raise ValueError(
+                f"count_clipped=True counts gradients longer than one clip norm, and "
+                f"clipping={self.clipping} has none. Leave one of them out."
+            )
         if not self.count_clipped or (is_clipped and traits.queries_per_step == 1):
             return
         raise ValueError(
             f"count_clipped=True counts records whose gradient is clipped, and "
             f"{self.resolved_estimator()} clips none. Leave it out."
         )
+
+    @property
+    def counts_clipped(self) -> bool:
+        """True if the number of clipped records is released with each gradient."""
+        return self.count_clipped or not self.clipping.is_constant
 
     @property
     def is_adaptive(self) -> bool:
@@ -360,6 +401,8 @@ class PrivacyConfig:
         """The estimator that is used."""
         if self.estimator is not None:
             return self.estimator
+        if isinstance(self.clipping, PerGroup):
+            return MeanGradient(self.clipping.sensitivity)
         return MeanGradient(1.0 if self.max_grad_norm is None else self.max_grad_norm)
 
     def _identity(self) -> dict[str, object]:
@@ -377,6 +420,7 @@ class PrivacyConfig:
             "sampling": self.sampling,
             "private_optimizer": self.private_optimizer,
             "count_clipped": self.count_clipped,
+            "clipping": self.clipping,
         }
 
     def fingerprint(self) -> dict[str, Data]:

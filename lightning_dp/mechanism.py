@@ -24,9 +24,11 @@ from lightning_dp.boundary import (
     add_noise,
     begin_with_noise,
 )
+from lightning_dp.clipping import AdaptiveQuantile
 from lightning_dp.estimators.driver import Driver
 from lightning_dp.functional import brought_to, number_of_entries
 from lightning_dp.noise_plan import NoisePlan
+from lightning_dp.optimizers import NoiseFilter
 from lightning_dp.plan.signal import SignalTracker
 from lightning_dp.postprocessing import AbstractPostProcessor, postprocessed
 
@@ -96,6 +98,8 @@ class Mechanism:
         signal: follows the releases; None where nobody asks.
         count_weight: κ of the count of clipped records in queries for a gradient; 0 counts none.
         spares_memory: no noise is drawn next to the gradients of the last step.
+        quantile: moves the clip norm from step to step, by the counts that were released; None where the
+            estimator's own holds.
     """
 
     plan: NoisePlan
@@ -108,6 +112,11 @@ class Mechanism:
     signal: SignalTracker | None = None
     count_weight: float = 0.0
     spares_memory: bool = False
+    quantile: AdaptiveQuantile | None = None
+    clip_norm: float | None = field(default=None, init=False)  # of the next step, once it has moved
+    noise_variance: float | None = field(default=None, init=False)
+    """Of the noise in each entry of the latest private gradient; None where it is not known."""
+    _filter: NoiseFilter = field(init=False, repr=False)
     _driver: Driver | None = field(default=None, init=False, repr=False)  # None before any step
     _postprocessing_states: list[State] = field(default_factory=list, init=False, repr=False)
     _schedule_state: State = field(default_factory=dict, init=False, repr=False)
@@ -117,6 +126,7 @@ class Mechanism:
 
     def __post_init__(self) -> None:
         self._schedule_state = self.plan.shape.init()
+        self._filter = NoiseFilter(self.plan.estimator, self.postprocessing)
 
     # -- where it is -------------------------------------------------------------------------
 
@@ -171,7 +181,7 @@ class Mechanism:
         if self._driver is None:
             self._driver = Driver.begin(self.plan.estimator, params)
         chosen = self.next_noise_multiplier
-        query = self._counting(self._driver.ask(params, chosen, self._as_on_lead))
+        query = self._counting(self._driver.ask(params, chosen, self._moved_as_on_lead))
         step = self.step
         charged = self.guard.charged(lambda: self.plan.noise_multiplier(step), chosen)
         event = self.plan.event_of(charged, step)
@@ -218,6 +228,12 @@ class Mechanism:
         if query is None or not self.count_weight > 0 or not query.is_gradient:
             return query
         return replace(query, count_weight=self.count_weight)
+
+    def _moved_as_on_lead(self, query: Query | None) -> Query | None:
+        """Return the query with the clip norm that follows from the releases before it."""
+        if query is not None and self.clip_norm is not None:
+            query = replace(query, clip_norm=self.clip_norm)
+        return self._as_on_lead(query)
 
     def _as_on_lead(self, query: Query | None) -> Query | None:
         """Return the query with the bound of rank 0: a norm may differ in its last bit elsewhere."""
@@ -338,6 +354,8 @@ class Mechanism:
         if step.query is not None:
             released = self._observe(step.query, released)
         self._schedule_state = self.plan.shape.observe(self._schedule_state, released.value)
+        size = len(released.value)
+        self.noise_variance = self._filter.advance(self.step, released.noise_std, size)
         estimate, driver = step.driver.tell(params, released)
         return estimate, replace(step, driver=driver, total=None)
 
@@ -346,6 +364,9 @@ class Mechanism:
         gradient, count = released.without_count(query)
         if self.signal is not None:
             self.signal.observe(query, gradient, self.step, count)
+        if self.quantile is not None and count is not None:
+            share = (1.0 + float(count.value)) / 2
+            self.clip_norm = self.quantile.next_norm(query.clip_norm, share)
         return gradient
 
     def _release(self, step: _Step, params: Sequence[Tensor]) -> Release:
@@ -381,6 +402,8 @@ class Mechanism:
             "schedule": self._schedule_state,
             "unasked": [[event.to_dict(), count] for event, count in self._unasked.items()],
             "signal": None if self.signal is None else self.signal.state_dict(),
+            "clip_norm": self.clip_norm,
+            "noise": self._filter.covariance,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -393,6 +416,8 @@ class Mechanism:
         self._schedule_state = state["schedule"]
         self._unasked = {event_from_dict(event): int(n) for event, n in state["unasked"]}
         self._is_loaded = True
+        self.clip_norm = state.get("clip_norm")
+        self._filter.covariance = state.get("noise", self._filter.covariance)
         if self.signal is not None and state.get("signal") is not None:
             self.signal.load_state_dict(state["signal"])
 

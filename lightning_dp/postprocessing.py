@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -28,6 +30,18 @@ class AbstractPostProcessor(ABC):
 
     Then it works on sharded parameters, of which each process has some entries.
     """
+
+    def filter(self, step: int, size: int) -> tuple[float, float] | None:
+        """Return (a, b) of step t: the result is a times the one before, plus b times the estimate.
+
+        Where entries are mixed, b² is what is left of the variance of independent noise in them. None
+        where it is made otherwise, and the noise in it is not known in advance.
+
+        Args:
+            step: t, from 0.
+            size: d, the number of entries.
+        """
+        return None
 
     @abstractmethod
     def init(self, params: Sequence[Tensor]) -> State:
@@ -64,6 +78,10 @@ class Momentum(AbstractPostProcessor):
 
     def __post_init__(self) -> None:
         normalise(self, between("[0, 1)"), "beta", of="Momentum")
+
+    def filter(self, step: int, size: int) -> tuple[float, float]:
+        weight = (1 - self.beta) / (1 - self.beta ** (step + 1))
+        return 1 - weight, weight
 
     def init(self, params: Sequence[Tensor]) -> State:
         return {"average": torch.zeros(number_of_entries(params)), "steps": 0}
@@ -114,6 +132,11 @@ class LaplacianSmoothing(AbstractPostProcessor):
         normalise(self, not_negative, "sigma", of="LaplacianSmoothing")
         normalise(self, flag, "per_parameter", of="LaplacianSmoothing")
 
+    def filter(self, step: int, size: int) -> tuple[float, float] | None:
+        if self.per_parameter:  # whose sizes differ, and so does what is left
+            return None
+        return 0.0, math.sqrt(variance_left(self.sigma, size))
+
     def init(self, params: Sequence[Tensor]) -> State:
         return (
             {"sizes": [number_of_entries([param]) for param in params]}
@@ -126,6 +149,21 @@ class LaplacianSmoothing(AbstractPostProcessor):
             return laplacian_smoothing(estimate, self.sigma), state
         parts = torch.split(estimate, state["sizes"])
         return torch.cat([laplacian_smoothing(part, self.sigma) for part in parts]), state
+
+
+@cache
+def variance_left(sigma: float, size: int) -> float:
+    """Return what Laplacian smoothing leaves of the variance of independent noise in d entries.
+
+    The sum of its squared weights; of those far more than √σ entries away nothing is left.
+
+    Example:
+        >>> round(variance_left(1.0, size=1000), 4)  # (1 + 2σ) / (1 + 4σ)^(3/2)
+        0.2683
+    """
+    impulse = torch.zeros(min(size, 1 << 16), dtype=torch.float64)
+    impulse[0] = 1.0
+    return float(laplacian_smoothing(impulse, sigma).square().sum())
 
 
 def postprocessed(

@@ -23,6 +23,7 @@ from lightning_dp.accounting.events import History
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.accounting.pld import PLDAccountant, epsilon_curve
 from lightning_dp.accounting.steps import CheckedHistory
+from lightning_dp.clipping import AdaptiveQuantile
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise_plan import Budget, NoisePlan, costliest_events
@@ -91,8 +92,9 @@ class PlannedFit:
             noise=NoiseSource(config.seed, world.rank),
             world=world,
             signal=_tracker(config),
-            count_weight=_COUNT_WEIGHT if config.count_clipped else 0.0,
+            count_weight=_COUNT_WEIGHT if config.counts_clipped else 0.0,
             spares_memory=config.engine == "ghost",
+            quantile=config.clipping if isinstance(config.clipping, AdaptiveQuantile) else None,
         )
         if state is not None:
             mechanism.load_state_dict(state)

@@ -24,7 +24,8 @@ PUBLIC = {
         AbstractEstimator MeanGradient Diff2 Storm CubicNewton Query Term
         AbstractSchedule Constant Exponential StepDecay Polynomial Cosine DynamicGD DynamicMomentum
         FromInfluence
-        AbstractPostProcessor LaplacianSmoothing Momentum
+        AbstractPostProcessor LaplacianSmoothing Momentum DPAdamW
+        Flat Automatic PerGroup AdaptiveQuantile
         AbstractSampling BatchPlan Checks Poisson FullBatch
         fix losses_of_records rows_of_records About
         PLDAccountant StreamingRDPAccountant ApproximateDP ZCDP

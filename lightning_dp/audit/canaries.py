@@ -34,6 +34,7 @@ from lightning_dp.audit.bounds import (
 )
 from lightning_dp.audit.planted import Canaries, CanaryData, CanaryEngine, WatchedEstimator
 from lightning_dp.callbacks import PrivacyLogger
+from lightning_dp.clipping import Flat
 from lightning_dp.config import Checks, PrivacyConfig
 from lightning_dp.gradients import AbstractGradientEngine
 from lightning_dp.run import PrivateRun
@@ -153,6 +154,11 @@ def _check(privacy: PrivacyConfig, num_canaries: int, confidence: float) -> None
         raise ValueError(
             "engine='one_by_one' has no chunk to put canaries in. Audit with engine='auto': what "
             "is audited comes after the gradients, and is the same for all engines."
+        )
+    if not isinstance(privacy.clipping, Flat):
+        raise ValueError(
+            f"clipping={privacy.clipping} is not audited: a canary takes the whole of one constant clip "
+            "norm. Audit with clipping=Flat(); noise and accounting are the same."
         )
     estimator = privacy.resolved_estimator()
     if estimator.traits.queries_per_step > 1 or estimator.traits.uses_hessian:

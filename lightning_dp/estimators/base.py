@@ -104,6 +104,13 @@ class AbstractEstimator(ABC):
             ValueError: naming the cause and the cure.
         """
 
+    def memory(self, step: int) -> float | None:
+        """Return the weight a of the estimate before in that of step t: a v_(t-1) + release.
+
+        None where estimates are made otherwise, and the noise in them is not known in advance.
+        """
+        return None
+
     @abstractmethod
     def init(self, params: Sequence[Tensor]) -> State:
         """Return the state before the first step. ``params``: the trainable parameters."""
@@ -182,6 +189,9 @@ class MeanGradient(AbstractEstimator):
         return Traits(
             longest_silence=0, is_entrywise=True, asks_one_gradient=True, clip_norms=norms
         )
+
+    def memory(self, step: int) -> float:
+        return 0.0
 
     def init(self, params: Sequence[Tensor]) -> State:
         return {}

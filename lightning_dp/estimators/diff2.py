@@ -146,6 +146,9 @@ class Diff2(AbstractEstimator):
 
     # -- one step --------------------------------------------------------------------------
 
+    def memory(self, step: int) -> float:
+        return 0.0 if self.is_restart(step) else 1.0
+
     def init(self, params: Sequence[Tensor]) -> State:
         return {"estimate": None, "point": None, "warned": False, "length": None}
 

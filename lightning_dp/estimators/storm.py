@@ -53,6 +53,9 @@ class Storm(AbstractEstimator):
     def traits(self) -> Traits:
         return Traits(longest_silence=0, is_entrywise=True)
 
+    def memory(self, step: int) -> float:
+        return 1 - self.momentum
+
     def init(self, params: Sequence[Tensor]) -> State:
         return {"estimate": None, "point": None}
 

@@ -72,11 +72,20 @@ class AbstractPerSampleGradients(ABC):
     def norms(self) -> Tensor:
         """L2 norm of each record's gradient over all parameters, shape (n,)."""
 
+    def norms_by_parameter(self) -> Tensor:
+        """L2 norm of each record's gradient for each trained parameter, shape (n, parameters)."""
+        raise UnsupportedModelError(
+            f"{type(self).__name__} has norms of whole gradients only, and clipping=PerGroup(...) needs "
+            "those of each parameter. Use another rule, or another engine.",
+            topic="engines",
+        )
+
     @abstractmethod
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """``sum_i weights[i] * g_i`` as a flat vector; may be asked for once, after the norms.
 
-        A record of weight 0 contributes exactly 0, also when its gradient is not finite.
+        A record of weight 0 contributes exactly 0, also when its gradient is not finite. Weights of
+        shape (n, parameters) are one for each record and parameter, where the norms are known so.
         """
 
     def add_weighted_sum(self, weights: Tensor, onto: Tensor) -> None:

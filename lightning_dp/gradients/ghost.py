@@ -282,6 +282,13 @@ class GhostGradients(AbstractPerSampleGradients):
         total = reduce(torch.add, self._squares.values())
         return where_used(total.sqrt() * abs(self._factor), self._params[0].device)
 
+    def norms_by_parameter(self) -> Tensor:
+        like = next(iter(self._squares.values()), torch.zeros(0, dtype=torch.float64))
+        norms = like.new_zeros(self._count, len(self._params))
+        for place, squares in self._squares.items():
+            norms[:, place] = squares.sqrt() * abs(self._factor)
+        return where_used(norms, self._params[0].device)
+
     def weighted_sum(self, weights: Tensor) -> Tensor:
         total = flat_zeros(self._params)
         self.add_weighted_sum(weights, total)
@@ -297,7 +304,8 @@ class GhostGradients(AbstractPerSampleGradients):
             # Where norms are larger now, they are brought back to the first ones.
             ratio = (first / again).sqrt().nan_to_num(nan=0.0, posinf=0.0)
             shares = where_used(torch.where(again <= first, 1.0, ratio), weights.device)
-            own, kept, left_out = without_zeros(weights[records] * shares)
+            own = weights[records] if weights.dim() == 1 else weights[records, place]
+            own, kept, left_out = without_zeros(own * shares)
             gradients.add_weighted_sum(own.to(dtype), parts[place], kept, left_out)
 
         self._passes.run(add, keep=self._keep)

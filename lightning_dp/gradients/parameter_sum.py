@@ -322,6 +322,17 @@ class BookkeptGradients(AbstractPerSampleGradients):
             norms = squares.sqrt() * abs(self._factor)
         return where_used(norms, self._params[0].device)
 
+    def norms_by_parameter(self) -> Tensor:
+        device = self._params[0].device
+        norms = torch.zeros(self._count, len(self._params), dtype=torch.float64)
+        for place, gradient in enumerate(self._gradients):
+            if gradient is not None:
+                with full_precision(device):
+                    squares = gradient.squared_norms()
+                norms = norms.to(squares)  # of a device with float64 it stays there
+                norms[:, place] = squares.sqrt() * abs(self._factor)
+        return where_used(norms, device)
+
     def weighted_sum(self, weights: Tensor) -> Tensor:
         total = flat_memory(held_here(self._params))
         self._sum_up(weights, total, is_new=True)
@@ -332,19 +343,23 @@ class BookkeptGradients(AbstractPerSampleGradients):
 
     def _sum_up(self, weights: Tensor, onto: Tensor, *, is_new: bool) -> None:
         """Add the sum to a vector; to nothing, if nobody has written into it."""
-        weights, records, left_out = without_zeros(weights * self._factor)
-        weights = weights.to(torch.promote_types(self._dtype, torch.float32))
+        weights = weights * self._factor
+        dtype = torch.promote_types(self._dtype, torch.float32)
+        of_all = without_zeros(weights) if weights.dim() == 1 else None
         here = held_here(self._params)
         parts = zip(self._params, here, parts_of(onto, here), self._gradients, strict=True)
         with full_precision(onto.device):
-            for param, held, part, gradient in parts:
+            for place, (param, held, part, gradient) in enumerate(parts):
                 # Of sharded parameters one whole gradient at a time, on all processes together.
                 whole = part if held is param else part.new_zeros(param.numel())
                 if is_new and (gradient is None or whole is not part):
                     part.zero_()
                 if gradient is not None:
                     is_first = is_new and whole is part
-                    gradient.add_weighted_sum(weights, whole, records, left_out, is_new=is_first)
+                    own, records, left_out = of_all or without_zeros(weights[:, place])
+                    gradient.add_weighted_sum(
+                        own.to(dtype), whole, records, left_out, is_new=is_first
+                    )
                 if whole is not part:
                     sum_into_shard(whole.view(param.shape), part, param)
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._snapshot import RandomState
 from lightning_dp._world import held_here, is_sharded
-from lightning_dp.boundary import BoundedSum, PerSampleGradients, Query, bounded_sum
+from lightning_dp.boundary import BoundedSum, Query, bounded_sum
+from lightning_dp.clipping import Flat, Rescaling
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
@@ -124,6 +125,7 @@ class RecordPasses:
         module: the whole model.
         params: the trained parameters, in the order of flat vectors.
         engine: name of the gradient engine, or a choice that is shared with others.
+        clipping: the rule by which each record's gradient is scaled to the query's clip norm.
         public, wrap, loss_graph_check: as for :class:`WatchedModel`.
         quietly: given the engine in use, is entered around each run of a chunk, so that it leaves no
             trace in the model; yields what is entered around parts of a batch that run together.
@@ -140,6 +142,7 @@ class RecordPasses:
         params: Sequence[nn.Parameter],
         engine: str | EngineChoice,
         *,
+        clipping: Rescaling = Flat(),  # noqa: B008 (frozen)
         public: Collection[nn.Parameter] = (),
         quietly: Quietly = lambda engine: nullcontext(),
         again: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -148,7 +151,7 @@ class RecordPasses:
     ) -> None:
         self._module, self._params = module, params
         self._is_sharded = any(map(is_sharded, params))
-        self._quietly, self._again = quietly, again
+        self._quietly, self._again, self.clipping = quietly, again, clipping
         self.watched = WatchedModel(
             module,
             params,
@@ -198,10 +201,10 @@ class RecordPasses:
             return None
         if onto is None and query.count_weight > 0:  # without one the first sum is taken as it is
             onto = BoundedSum.empty(query, held_here(self._params))
-        counted: PerSampleGradients = found
+        rescaled = self.clipping.rescale(found, query.clip_norm)
         if query.count_weight > 0:
-            counted = CountedGradients(found, query.clip_norm, query.count_weight)
-        return bounded_sum(counted, query.sensitivity, onto)
+            rescaled = CountedGradients(rescaled, query.clip_norm, query.count_weight)
+        return bounded_sum(rescaled, query.sensitivity, onto)
 
     def go_along(self, query: Query, chunk: Replay) -> None:
         """Make a query's passes at other points, of which nothing is taken.

@@ -325,13 +325,20 @@ class GroupedGradients(AbstractPerSampleGradients):
         return sum(map(len, self._places))
 
     def norms(self) -> Tensor:
-        found = [
-            each.norms() if each.count else torch.zeros(len(places), dtype=torch.float64)
-            for each, places in zip(self._groups, self._places, strict=True)
-        ]
+        return self._in_order([each.norms() for each in self._groups])
+
+    def norms_by_parameter(self) -> Tensor:
+        return self._in_order([each.norms_by_parameter() for each in self._groups])
+
+    def _in_order(self, found: Sequence[Tensor]) -> Tensor:
+        """Return norms of the groups in the order of the batch; 0 for samples without gradients."""
         like = max(found, key=lambda norms: norms.device.type != "cpu")
+        filled = [
+            each.to(like) if len(each) else like.new_zeros(len(places), *like.shape[1:])
+            for each, places in zip(found, self._places, strict=True)
+        ]
         order = torch.cat(self._places).argsort().to(like.device)
-        return torch.cat([each.to(like) for each in found])[order]
+        return torch.cat(filled)[order]
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         first, *others = self._filled()

@@ -277,7 +277,8 @@ class Check:
     def _sample(self, gradients: AbstractPerSampleGradients, rows: list[int]) -> GradientSample:
         generator, clip_norm = torch.Generator(), self._settings.query.clip_norm
         generator.manual_seed(self._settings.seed)
-        return take_sample(gradients, rows, clip_norm, self._sizes, generator)
+        clipping = self._runner.passes.clipping
+        return take_sample(gradients, rows, clip_norm, self._sizes, generator, clipping)
 
     # -- what they show ----------------------------------------------------------------------------
 

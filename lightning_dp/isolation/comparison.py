@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.functional import clip_factors, in_float64
+from lightning_dp.clipping import Flat, Rescaling
+from lightning_dp.functional import in_float64
 from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.batches import leaves as leaves_of
 from lightning_dp.gradients.module_hooks import ModuleHooks
@@ -65,7 +66,8 @@ class GradientSample:
 
     Args:
         total: their clipped sum in units of C, or a sketch of it that keeps its length.
-        norms: of each gradient before it is clipped, in units of C, shape (k,); 0 if it is not finite.
+        norms: of each gradient before it is clipped, in units of C (of the norm from which on another
+            rule bends), shape (k,); 0 if it is not finite.
         entries: of each clipped gradient, some, in units of C, shape (k, m), weighted so that their
             square is on average that of all; None where the engine keeps norms alone.
     """
@@ -81,6 +83,7 @@ def take_sample(
     clip_norm: float,
     sizes: list[int],
     generator: torch.Generator,
+    clipping: Rescaling = Flat(),  # noqa: B008 (frozen)
 ) -> GradientSample:
     """Return what is compared of the gradients of some samples.
 
@@ -92,13 +95,14 @@ def take_sample(
         clip_norm: C; where it is infinite, the unit is 1.
         sizes: of the trained parameters, in the order of flat vectors.
         generator: public; the same state gives the same entries.
+        clipping: the rule.
     """
     if isinstance(gradients, BookkeptGradients):
         gradients = gradients.of(torch.tensor(rows))
         rows = list(range(len(rows)))
-    norms = gradients.norms().detach()  # first: what is made for them may be used again
+    norms = clipping.norms(gradients).detach()  # first: what is made for them may be used again
     unit = clip_norm if clip_norm < math.inf else 1.0
-    factors = clip_factors(norms, clip_norm) / unit
+    factors = clipping.factors(norms, clip_norm) / unit
     at = torch.tensor(rows, device=norms.device)
     weights = torch.zeros_like(factors).index_copy_(0, at, factors[at])
     places, importance = _places(sizes, generator)
@@ -109,10 +113,16 @@ def take_sample(
     entries = None
     if isinstance(few, MaterialisedGradients):
         found = in_float64(few.entries().detach()[at])
-        found = found * in_float64(factors[at]).unsqueeze(1) * importance.to(found)
+        own = in_float64(factors[at])
+        if own.dim() > 1:  # of the parameter that a place is in
+            ends = torch.tensor(sizes).cumsum(0)
+            own = own[:, torch.bucketize(places, ends, right=True).to(own.device)]
+        else:
+            own = own.unsqueeze(1)
+        found = found * own * importance.to(found)
         entries = torch.where(found.isfinite(), found, 0.0)
     total = _sketch(gradients.weighted_sum(weights).detach(), generator)
-    lengths = in_float64(norms[at]) / unit
+    lengths = clipping.relative_norms(in_float64(norms[at]), clip_norm)
     return GradientSample(in_float64(total), lengths.where(lengths.isfinite(), 0.0), entries)
 
 

@@ -74,6 +74,7 @@ class Setting:
         steps_before: of this plan, made before the fit: it was resumed.
         is_calibrated: the noise follows from the budget; False where the user set it.
         processes: that share each batch.
+        moves_clip_norm: C is that of the first step only.
     """
 
     num_records: int
@@ -93,6 +94,7 @@ class Setting:
     steps_before: int = 0
     is_calibrated: bool = True
     processes: int = 1
+    moves_clip_norm: bool = False
 
     @property
     def epochs(self) -> float:
@@ -348,7 +350,7 @@ def _next(setting: Setting, factor: float, otherwise: str) -> str:
 def _clipping(setting: Setting, signal: Signal) -> list[str]:
     """Return a word about C, where the share of clipped records was released and is very small."""
     share = signal.whole.share_clipped
-    if share is None or not share[0] + 2 * share[1] < _FEW_CLIPPED:
+    if share is None or setting.moves_clip_norm or not share[0] + 2 * share[1] < _FEW_CLIPPED:
         return []
     return [
         f"Less than {100 * _FEW_CLIPPED:g} % of the records were clipped: the noise is made for "

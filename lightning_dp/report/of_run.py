@@ -11,7 +11,7 @@ from platform import python_version
 from typing import Any
 
 from lightning_dp.accounting.guards import FixedGuard
-from lightning_dp.estimators import AbstractEstimator
+from lightning_dp.clipping import Flat
 from lightning_dp.plan.advice import facts
 from lightning_dp.report.content import PrivacyReport
 from lightning_dp.run import PrivateRun
@@ -61,7 +61,7 @@ def report(run: PrivateRun) -> PrivacyReport:
         accountant=config.accountant.name,
         accountant_settings=_settings(config.accountant),
         mechanism=_mechanism(run),
-        clip_norms=_clip_norms(config.resolved_estimator()),
+        clip_norms=_clip_norms(run),
         noise_multiplier=None if latest is None else float(latest),
         sample_rate=None if batches is None else float(batches.sample_rate),
         expected_batch_size=None if batches is None else float(batches.expected_batch_size),
@@ -103,6 +103,7 @@ def _mechanism(run: PrivateRun) -> dict[str, str]:
     queries = estimator.traits.queries_per_step
     return {
         "estimator": repr(estimator),
+        **({} if isinstance(config.clipping, Flat) else {"clipping": repr(config.clipping)}),
         **({"queries": _ROUND.format(queries)} if queries > 1 else {}),
         "noise schedule": repr(config.noise_schedule),
         "post-processing": repr(list(config.postprocessing)),
@@ -112,13 +113,18 @@ def _mechanism(run: PrivateRun) -> dict[str, str]:
     }
 
 
-def _clip_norms(estimator: AbstractEstimator) -> dict[str, float]:
-    """Return the fields of the estimator whose names end with "norm": all of this package's do."""
-    return {
+def _clip_norms(run: PrivateRun) -> dict[str, float]:
+    """Return the fields of the estimator whose names end with "norm": all of this package's do.
+
+    And where the clip norm moves, where it is now.
+    """
+    found = {
         name: float(value)
-        for name, value in _settings(estimator).items()
+        for name, value in _settings(run.config.resolved_estimator()).items()
         if name.endswith("_norm") and value is not None
     }
+    moved = None if run.mechanism is None else run.mechanism.clip_norm
+    return found if moved is None else {**found, "latest": moved}
 
 
 def _settings(part: object) -> dict[str, float | None]:

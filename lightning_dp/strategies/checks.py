@@ -25,6 +25,7 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -34,6 +35,7 @@ from lightning_dp._checks import MisconfigurationError, check_training_step
 from lightning_dp._refusals import warn
 from lightning_dp._world import is_sharded
 from lightning_dp.config import PrivacyConfig
+from lightning_dp.optimizers import NoiseFilter, with_noise_variance
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import BatchPlan, Poisson
 from lightning_dp.strategies.update_guard import trained_by
@@ -182,6 +184,24 @@ def check_estimator(
             topic="manual-optimization",
         )
     estimator.check(optimizers.private)
+    if with_noise_variance(optimizers.private):
+        _check_noise_variance(config, module, type(optimizers.private).__name__)
+
+
+def _check_noise_variance(config: PrivacyConfig, module: LightningModule, optimizer: str) -> None:
+    """Refuse what makes the noise in p.grad unknown to an optimizer that subtracts it."""
+    unknown = NoiseFilter(config.resolved_estimator(), config.postprocessing).unknown
+    if config.checks.gradient_edits is not None:
+        unknown = f"gradient_edits={config.checks.gradient_edits!r}"
+    value = module.trainer.gradient_clip_val
+    if value or is_overridden("configure_gradient_clipping", module):
+        unknown = f"clipping of the private gradient (gradient_clip_val={value})"
+    if unknown is not None:
+        raise MisconfigurationError(
+            f"{optimizer} needs the variance of the noise in the private gradient, which is not known "
+            f"behind {unknown}. Leave that out, or use torch.optim.AdamW.",
+            topic="optimizer",
+        )
 
 
 def weak_settings(config: PrivacyConfig, batches: BatchPlan) -> Iterator[tuple[str, str]]:
@@ -438,8 +458,10 @@ def _check_settings(config: PrivacyConfig, optimizers: Optimizers) -> None:
         parts.append(estimator)
     if config.noise_schedule.chosen != "in advance":
         parts.append(f"noise_schedule={config.noise_schedule}")
-    if config.count_clipped:
-        parts.append("count_clipped=True")
+    if config.counts_clipped:
+        parts.append(
+            "count_clipped=True" if config.count_clipped else f"clipping={config.clipping}"
+        )
     if config.engine not in ("auto", "layers", "bookkeeping", "ghost"):
         parts.append(f"engine={config.engine!r}")
     if optimizers.public:

@@ -44,6 +44,7 @@ from lightning_dp.gradients.passes import passes_of
 from lightning_dp.gradients.side_effects import SideEffects
 from lightning_dp.gradients.watched_model import WrapEngine
 from lightning_dp.mechanism import Mechanism
+from lightning_dp.optimizers import NOISE_VARIANCE, with_noise_variance
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling.loader import Chunk
 from lightning_dp.strategies.update_guard import SameParameters
@@ -414,6 +415,8 @@ class PrivateStep:
             estimate = mechanism.tell(held, lambda: self._answer_again(mechanism, agree))
         finally:
             self._batch.answered.clear()
+        for group in with_noise_variance(optimizer):
+            group[NOISE_VARIANCE] = mechanism.noise_variance
         for param, gradient in zip(self.params, unflatten(estimate, held), strict=True):
             param.grad = as_shard(gradient, param)
 
@@ -482,10 +485,12 @@ class FitEngine:
         is_automatic = module.automatic_optimization and not public
         self.choice = _choice_for(config, world, is_automatic=is_automatic)
         self.effects = SideEffects(module)
+        names = {id(param): name for name, param in module.named_parameters()}
         self.passes = RecordPasses(
             module,
             params,
             self.choice,
+            clipping=config.clipping.bind([names[id(param)] for param in params]),
             public=public,
             quietly=self._quietly,
             again=self.unchanged,

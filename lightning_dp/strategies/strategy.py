@@ -694,6 +694,7 @@ def _setting_of(
     optimizer, size, weight_size = optimizer_setting(optimizers.private)
     step = mechanism.step
     clips = estimator.traits.estimates_gradient
+    fixed = vars(estimator).get("max_grad_norm", math.inf) if clips else math.inf
     noise = plan.noise_multiplier(step)
     return Setting(
         num_records=batches.num_records,
@@ -702,14 +703,18 @@ def _setting_of(
         planned_steps=step + planned_steps,
         steps_per_epoch=batches.steps_per_epoch,
         noise_multiplier=noise if math.isfinite(noise) else 0.0,
-        clip_norm=vars(estimator).get("max_grad_norm", math.inf) if clips else math.inf,
+        clip_norm=fixed if mechanism.clip_norm is None else mechanism.clip_norm,
         size=size,
         weight_size=weight_size,
         target_epsilon=config.target_epsilon,
         target_delta=config.target_delta,
         relation=config.relation,
         optimizer=None if optimizers.public else optimizer,
-        is_constant=plan.is_constant and type(estimator) is MeanGradient and is_alone,
+        is_constant=plan.is_constant
+        and type(estimator) is MeanGradient
+        and config.clipping.is_constant
+        and is_alone,
+        moves_clip_norm=not config.clipping.is_constant,
         steps_before=step,
         is_calibrated=config.noise_multiplier is None,
         processes=processes,

@@ -25,6 +25,7 @@ every_door = pytest.mark.parametrize(
 ELSEWHERE = {
     "epsilon_text.epsilon",  # also nan and inf
     *("audit.num_canaries", "audit.confidence", "recover_journal.unrecorded_steps"),
+    *("DPAdamW.lr", "DPAdamW.eps", "DPAdamW.weight_decay"),  # by torch
     *("DifferentialPrivacy.private_optimizer", "PrivacyConfig.private_optimizer"),  # also a path
     # earlier names of the arguments of Checks
     *("DifferentialPrivacy.isolation_probe", "DifferentialPrivacy.loss_graph_check"),

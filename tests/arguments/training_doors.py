@@ -12,9 +12,12 @@ from dynamic_noise_influence import quadratic_influence
 from lightning.pytorch import LightningModule
 
 from lightning_dp import (
+    AdaptiveQuantile,
+    Automatic,
     BatchPlan,
     CubicNewton,
     Diff2,
+    DPAdamW,
     LaplacianSmoothing,
     MeanGradient,
     Momentum,
@@ -129,6 +132,9 @@ TRAINING = [
     door(MeanGradient, max_grad_norm=1.0),
     door(Diff2, restart_every=3, max_grad_norm=1.0, diff_norm=1.0, split=1.5, restart_rate=2.0),
     door(Diff2, step_length=0.1, restart_every=3, split="optimal"),
+    door(Automatic, gamma=0.1),
+    door(AdaptiveQuantile, target=0.3, rate=0.1, least=0.5, most=2.0),
+    door(DPAdamW, floor=0.1, params=[torch.nn.Parameter(torch.zeros(1))]),
     door(Storm, momentum=0.5, max_grad_norm=1.0, diff_norm=1.0),
     door(
         CubicNewton,

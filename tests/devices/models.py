@@ -9,7 +9,18 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lightning_dp import Checks, CubicNewton, Diff2, FullBatch, LaplacianSmoothing, Momentum, Storm
+from lightning_dp import (
+    AdaptiveQuantile,
+    Automatic,
+    Checks,
+    CubicNewton,
+    Diff2,
+    FullBatch,
+    LaplacianSmoothing,
+    Momentum,
+    PerGroup,
+    Storm,
+)
 
 __all__ = ["BATCH", "CASES", "NETS", "RECORDS", "STEPS", "UNCHECKED", "Model"]
 
@@ -94,6 +105,13 @@ ESTIMATORS = {
     "storm": {"estimator": Storm(momentum=0.5)},
     "cubic": {"estimator": CubicNewton(1.0, 1.0, inner_steps=3, keep=20)},
 }
+GROUPS = {"clipping": PerGroup({"*.weight": 0.3, "*": 0.2}), "max_grad_norm": None}
+RULES = {
+    "groups": GROUPS,
+    "groups, ghost": {**GROUPS, "engine": "ghost"},
+    "automatic": {"clipping": Automatic()},
+    "adaptive": {"clipping": AdaptiveQuantile()},
+}
 REST = {
     "full batch": {"sampling": FullBatch()},
     "smoothing": {"postprocessing": [LaplacianSmoothing(1.0), Momentum(0.9)]},
@@ -101,5 +119,5 @@ REST = {
     "count": {"count_clipped": True},
     "accumulation": {"trainer": {"accumulate_grad_batches": 2}},
 }
-CASES = {**ENGINES, **ESTIMATORS, **REST}
+CASES = {**ENGINES, **ESTIMATORS, **RULES, **REST}
 UNCHECKED = {"checks": Checks(dry_run=False, comparisons=False), "advice": False}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_dp.boundary import BoundedSum, Query, Term
+from lightning_dp.clipping import Automatic, Flat, PerGroup
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients import EngineChoice, RecordPasses, Replay, UnsupportedModelError
 from lightning_dp.gradients.passes import at_point
@@ -171,6 +172,7 @@ def check_engine(engine: str, name: str) -> None:
         found.discard()
         ask(passes, chunk, Term(), rows=here)
         ask(passes, chunk, Term(-0.5), rows=-0.5 * here, coordinates=keep)
+        check_rules(passes, chunk, here, module)
         difference = Term(), Term(-1.0, near(module))
         if engine == "ghost":
             with pytest.raises(UnsupportedModelError, match="compares each record's gradients"):
@@ -187,6 +189,30 @@ def check_engine(engine: str, name: str) -> None:
     assert all(param.grad is None for param in module.parameters())
     torch.testing.assert_close(module.state_dict(), state, rtol=0, atol=0)
     check_chunks_in_float32(engine, name)
+
+
+def check_rules(passes: RecordPasses, chunk: Replay, rows: Tensor, module: nn.Module) -> None:
+    """Assert that the sums of other clipping rules are those of the loop's rows."""
+    sizes = [real(param).numel() for param in trained(module)]
+    even = PerGroup({"0": 0.4, "1": 0.3} if len(sizes) > 1 else {"*": 0.5})
+    groups = even.bind([str(i % 2) for i in range(len(sizes))])
+    own = torch.tensor(groups.of_parameter).repeat_interleave(torch.tensor(sizes))
+    factors = torch.zeros_like(rows)
+    for k, norm in enumerate(even.groups.values()):
+        lengths = (rows * (own == k)).norm(dim=1, keepdim=True)
+        factors += (own == k) * (norm / lengths).clamp(max=1).nan_to_num(posinf=1.0)
+    norms = rows.norm(dim=1, keepdim=True)
+    try:
+        for rule, expected in (
+            (groups, rows * factors),
+            (Automatic(0.1), rows * even.sensitivity / (norms + 0.1)),
+        ):
+            passes.clipping = rule
+            answer = passes.answer(Query((Term(),), even.sensitivity, 0.0), chunk)
+            assert answer is not None
+            torch.testing.assert_close(answer.value, expected.sum(0), rtol=1e-7, atol=1e-9)
+    finally:
+        passes.clipping = Flat()
 
 
 def _arguments(example: Example, module: nn.Module, batch: Batch) -> tuple[Any, Any, int]:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lightning_dp.clipping import Automatic, Flat, ParameterGroups
 from lightning_dp.gradients.parameter_sum import MaterialisedGradients
 from lightning_dp.isolation.comparison import TOLERANCE, movement, resolution, take_sample
 
@@ -19,11 +20,11 @@ def gradients(seed=0, n=N, d=D):
     return torch.randn(n, d, generator=torch.Generator().manual_seed(seed))
 
 
-def sample(grads, rows=tuple(range(N)), clip_norm=5.0, sizes=SIZES):
+def sample(grads, rows=tuple(range(N)), clip_norm=5.0, sizes=SIZES, clipping=Flat()):  # noqa: B008
     params = [torch.zeros(size) for size in sizes]
     given = MaterialisedGradients(params, list(grads.clone().split(sizes, dim=1)), 1.0)
     generator = torch.Generator().manual_seed(3)
-    return take_sample(given, list(rows), clip_norm, list(sizes), generator)
+    return take_sample(given, list(rows), clip_norm, list(sizes), generator, clipping)
 
 
 def clipped(grads, clip_norm):
@@ -52,6 +53,34 @@ def test_the_sum_moves_as_in_a_slow_computation(rows, clip_norm):
     total, apart = moved(clipped(before[rows], clip_norm), clipped(after[rows], clip_norm), n, k)
     assert float(found) >= 0.99 * total
     assert float(found) <= 1.01 * total + 3 * apart  # some entries stand for all of them
+
+
+@pytest.mark.parametrize(
+    ("rule", "by_hand"),
+    [
+        (Automatic(3.0), lambda g: g / (g.norm() + 3.0)),
+        (
+            ParameterGroups((0, 1), (0.6, 0.8)),
+            lambda g: torch.cat(
+                [
+                    part / max(5.0 * share, float(part.norm())) * share
+                    for part, share in zip(g.split(SIZES), (0.6, 0.8), strict=True)
+                ]
+            ),
+        ),
+    ],
+    ids=["automatic", "groups"],
+)
+def test_the_sum_of_another_rule_moves_as_in_a_slow_computation(rule, by_hand):
+    before, after = gradients(0).double(), gradients(0).double()
+    after[4:] += 0.5
+    found = movement(sample(before, clipping=rule), sample(after, clipping=rule), 64, N)
+    each = [torch.stack([by_hand(g) for g in some]) for some in (before, after)]
+    total, apart = moved(*each, 64, N)
+    assert 0.99 * total <= float(found) <= 1.01 * total + 3 * apart
+    # A common factor, which scaling to one norm hides from the sum.
+    scaled = movement(sample(before, clipping=rule), sample(2 * before, clipping=rule), 64, N)
+    assert float(scaled) > 0.5 * 64
 
 
 @pytest.mark.parametrize("clip_norm", [2.0, 50.0])

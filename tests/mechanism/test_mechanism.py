@@ -388,6 +388,8 @@ def test_in_the_middle_of_a_step_the_state_holds_released_values_only(trial):
         "schedule",
         "unasked",
         "signal",
+        "clip_norm",
+        "noise",
     }
     assert repr(state) == repr(before)
 

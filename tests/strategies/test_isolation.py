@@ -16,7 +16,16 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_dp import Checks, CubicNewton, Diff2, FullBatch, Storm
+from lightning_dp import (
+    AdaptiveQuantile,
+    Automatic,
+    Checks,
+    CubicNewton,
+    Diff2,
+    FullBatch,
+    PerGroup,
+    Storm,
+)
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
 
@@ -118,6 +127,7 @@ def fit(make_trainer):
 
 # -- kinds of steps --------------------------------------------------------------------------------
 
+GROUPS = PerGroup({"*.weight": 0.5, "*.bias": 0.2})
 KINDS = {
     "layers": (Base, Centred, {"engine": "layers"}, {}),
     "hooks": (Base, Centred, {"engine": "hooks"}, {}),
@@ -126,6 +136,10 @@ KINDS = {
     "full batch": (Base, Centred, {"sampling": FullBatch()}, {}),
     "diff2": (Base, Centred, {"estimator": Diff2(3, 1.0, 1.0)}, {}),
     "storm": (Base, Centred, {"estimator": Storm(0.5, 1.0, 1.0)}, {}),
+    "automatic": (Base, Centred, {"clipping": Automatic()}, {}),
+    "groups": (Base, Centred, {"clipping": GROUPS}, {}),
+    "groups, ghost": (Base, Centred, {"clipping": GROUPS, "engine": "ghost"}, {}),
+    "adaptive": (Base, Centred, {"clipping": AdaptiveQuantile()}, {}),
     "by hand": (ByHand, CentredByHand, {}, {}),
     "two optimizers": (WithCritic, CentredWithCritic, {"private_optimizer": 0}, {}),
 }

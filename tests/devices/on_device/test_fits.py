@@ -10,6 +10,8 @@ import torch
 from device import DEVICE
 from models import CASES, UNCHECKED
 
+from lightning_dp import DPAdamW
+
 
 @pytest.mark.parametrize("case", CASES)
 def test_fit_equals_that_on_the_cpu(case: str, fit: Callable[..., Any]) -> None:
@@ -24,3 +26,16 @@ def test_fit_equals_that_on_the_cpu(case: str, fit: Callable[..., Any]) -> None:
 def test_checks_run_on_the_device_and_change_nothing(case: str, fit: Callable[..., Any]) -> None:
     there, here = fit(DEVICE, **CASES[case]), fit("cpu", **CASES[case], **UNCHECKED)
     torch.testing.assert_close(there.weights, here.weights, rtol=1e-4, atol=1e-5)
+
+
+def test_an_optimizer_subtracts_noise_on_the_device_as_on_the_cpu() -> None:
+    start, found = torch.randn(7, 3), []
+    for where in (DEVICE, "cpu"):
+        weight = torch.nn.Parameter(start.clone().to(where))
+        optimizer = DPAdamW([weight], lr=0.1)
+        for step in range(3):
+            optimizer.param_groups[0]["noise_variance"] = 0.5
+            weight.grad = (start * (step + 1)).to(where)
+            optimizer.step()
+        found.append(weight.detach().cpu())
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)

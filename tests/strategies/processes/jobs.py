@@ -22,7 +22,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_dp import Checks, CubicNewton, Diff2, FullBatch, PrivacyConfig
+from lightning_dp import (
+    AdaptiveQuantile,
+    Checks,
+    CubicNewton,
+    Diff2,
+    FullBatch,
+    PrivacyConfig,
+)
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.accounting.journal import read_journal
 from lightning_dp.callbacks import DifferentialPrivacy, PrivateDDPStrategy
@@ -164,6 +171,29 @@ def clipped(folder: Path, engine: str = "auto") -> dict[str, Any]:
         "sample_rates": [event.sample_rate for event, _ in run.ledger.history()],
         "steps": run.steps,
         "engine": run.engine,
+    }
+
+
+class EachNorm(L.Callback):
+    """Writes down the clip norm after each step."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.found.append(trainer.strategy.private_run.mechanism.clip_norm)
+
+
+def adaptive(folder: Path) -> dict[str, Any]:
+    """A clip norm that follows the noised count of the records of both ranks."""
+    model, norms = Model(rank()), EachNorm()
+    privacy = {"noise_multiplier": 1.0, "clipping": AdaptiveQuantile(0.5, 0.3)}
+    _, callback = fit(model, numbered(60), 6, privacy, folder, norms, max_epochs=4)
+    return {
+        "flat": flat(model.net),
+        "clip_norms": norms.found,
+        "shares": [each.share for each in callback._run.signal.stretches],
+        "epsilon": callback.epsilon,
     }
 
 
@@ -442,7 +472,7 @@ def edited_at_once(folder: Path) -> dict[str, Any]:
 # -- all ----------------------------------------------------------------------------------------------
 
 ON_TWO: list[Callable[[Path], dict[str, Any]]] = [
-    *(plain, clipped, ghost, diff2, cubic, noise, sparse, calibrated, resumed, alone),
+    *(plain, clipped, adaptive, ghost, diff2, cubic, noise, sparse, calibrated, resumed, alone),
     *(lengths, no_journal, voided, voided_apart, mixed, edited, edited_at_once),
 ]
 

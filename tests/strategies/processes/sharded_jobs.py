@@ -26,6 +26,7 @@ from lightning_dp._noise import NoiseSource
 from lightning_dp._world import World, as_shard, held_here, is_sharded
 from lightning_dp.boundary import Query, Term, add_noise, begin_with_noise, bounded_sum
 from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.clipping import Flat, ParameterGroups, Rescaling
 from lightning_dp.functional import flatten
 from lightning_dp.gradients.passes import RecordPasses, Replay
 from lightning_dp.gradients.sharded import shards_at_point
@@ -358,6 +359,8 @@ class Sums(L.LightningModule):
         params = [param for param in self.net.parameters() if param.requires_grad]
         mine = self.records()[shares(rank, size)]
         self.found["clipped"] = self.released(params, mine, world, 0.0)
+        of_groups = ParameterGroups(tuple(i % 2 for i in range(len(params))), (0.6, 0.8))
+        self.found["groups"] = self.released(params, mine, world, 0.0, clipping=of_groups)
         with_noise = self.released(params, mine, world, 2.0)
         self.found["noise"] = with_noise - self.found["clipped"]
         there = Term(-0.5, 0.9 * flatten(held_here(params)))
@@ -382,15 +385,16 @@ class Sums(L.LightningModule):
         world: World,
         noise_multiplier: float,
         *more: Term,
+        clipping: Rescaling = Flat(),  # noqa: B008
     ) -> Tensor:
         query = Query((Term(), *more), CLIP_NORM, noise_multiplier)
         total = begin_with_noise(query, held_here(params), NoiseSource(), world)()
-        with RecordPasses(self.net, params, "layers") as passes:
+        with RecordPasses(self.net, params, "layers", clipping=clipping) as passes:
             # A process without records runs a stand-in with the others, and adds nothing.
             chunk = mine if len(mine) else self.records()[:1]
             if len(mine):
                 found = passes.gradients(query, Replay(self.loss, chunk, len(chunk)))
-                bounded_sum(found, CLIP_NORM, total)
+                bounded_sum(clipping.rescale(found, CLIP_NORM), CLIP_NORM, total)
             else:
                 passes.run(self.loss, chunk, 1, combined=len(query.terms) > 1)
                 passes.go_along(query, Replay(self.loss, chunk, 0))

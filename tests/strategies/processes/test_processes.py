@@ -32,7 +32,7 @@ from tests.strategies.processes.sharded_jobs import MODELS, STEPS, Normed, Small
 from tests.zoo import flat, records
 
 ROOT = Path(__file__).parents[3]
-ON_TWO = ["plain", "clipped", "noise", "sparse", "resumed"]
+ON_TWO = ["plain", "clipped", "adaptive", "noise", "sparse", "resumed"]
 RARELY = ["ghost", "diff2", "cubic", "calibrated", "alone"]
 LENGTHS = "Rank 1 has a training set of 61 records, rank 0 one of 60"
 # glibc's settings: freed memory goes back to the system, so that peaks are those of tensors.
@@ -117,7 +117,7 @@ def test_ranks_start_from_the_weights_and_buffers_of_rank_0(job):
 
 @pytest.mark.parametrize(
     "scenario",
-    ["plain", "clipped", "sparse"]
+    ["plain", "clipped", "adaptive", "sparse"]
     + [pytest.param(name, marks=pytest.mark.slow) for name in ("calibrated", "alone")],
 )
 def test_ranks_end_with_equal_weights(job, scenario):
@@ -190,6 +190,17 @@ def test_clipped_step_equals_a_loop_over_the_union_of_the_ranks_records(job, sce
     clipped = sum(norm > 1.4 for norm in norms)
     assert 10 < clipped < len(norms) - 10  # the bound reaches some records and not others
     assert (lead["flat"] - of_net(lead)[:43]).norm() > 0.2
+
+
+def test_ranks_agree_on_a_clip_norm_that_moves_by_one_noised_count(job):
+    lead, other = results(job, "adaptive")
+    assert lead["clip_norms"] == other["clip_norms"] and len(set(lead["clip_norms"])) == 20
+    assert lead["epsilon"] == other["epsilon"]
+    assert lead["epsilon"] == PLDAccountant().epsilon([(PoissonGaussian(1.0, 0.2), 20)], 1e-5)
+    before = 1.0
+    for share, clip_norm in zip(lead["shares"], lead["clip_norms"], strict=True):
+        before *= math.exp(-0.3 * (1 - share - 0.5))
+        assert clip_norm == pytest.approx(before, rel=1e-9)
 
 
 @pytest.mark.slow
@@ -471,8 +482,11 @@ def sharded(folder: Path, scenario: str, processes: int = 2) -> list[dict[str, A
     return results(folder, f"sharded {scenario}", processes)
 
 
-def clipped_sum(name: str, *, weight: float = 0.0) -> Tensor:
-    """The sum over records, one by one in a whole model, of clipped g(x) - weight g(0.9 x)."""
+def clipped_sum(name: str, *, weight: float = 0.0, groups: bool = False) -> Tensor:
+    """The sum over records, one by one in a whole model, of clipped g(x) - weight g(0.9 x).
+
+    With groups, parameters in even places are clipped at 0.6 C by themselves, and others at 0.8 C.
+    """
     make, records = MODELS[name]
     net, x = make(), records()
     params = [param for param in net.parameters() if param.requires_grad]
@@ -490,7 +504,13 @@ def clipped_sum(name: str, *, weight: float = 0.0) -> Tensor:
         gradients([0.9 * each for each in here]), gradients(here), strict=True
     ):
         part = gradient - weight * there
-        total += part * min(1.0, CLIP_NORM / float(part.norm()))
+        if not groups:
+            total += part * min(1.0, CLIP_NORM / float(part.norm()))
+            continue
+        own = torch.cat([torch.full((each.numel(),), i % 2) for i, each in enumerate(here)])
+        for group, share in enumerate((0.6, 0.8)):
+            mine = part * (own == group)
+            total += mine * min(1.0, share * CLIP_NORM / float(mine.norm() + 1e-30))
     return total
 
 
@@ -510,9 +530,11 @@ def plainly_trained(*, half: bool = False, make: Callable[[], nn.Module] = chain
 
 def check_sums(folder: Path, processes: int, name: str) -> None:
     want, apart = clipped_sum(name), clipped_sum(name, weight=0.5)
+    of_groups = clipped_sum(name, groups=True)
     for each in sharded(folder, name, processes):
         torch.testing.assert_close(each["clipped"], want, rtol=0, atol=1e-6)
         torch.testing.assert_close(each["difference"], apart, rtol=0, atol=1e-6)
+        torch.testing.assert_close(each["groups"], of_groups, rtol=0, atol=1e-6)
         assert each["all"] == len(want)
     assert float(want.norm()) > 2 * CLIP_NORM
 

@@ -1,0 +1,218 @@
+"""Clipping rules in a Trainer: bounds, noise, charges, logs, and a clip norm that goes on."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dp import AdaptiveQuantile, Automatic, Checks, FullBatch, PerGroup
+from lightning_dp.accounting import PLDAccountant, PoissonGaussian
+from tests.zoo import Classifier, flat, private, records
+
+ENGINES = ("layers", "records", "ghost", "one_by_one", "hooks")
+GROUPS = PerGroup({"*0.weight": 0.3, "*0.bias": 0.1, "*": 0.2})
+RULES = {"automatic": Automatic(), "groups": GROUPS, "adaptive": AdaptiveQuantile(rate=0.4)}
+N = 30
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.LayerNorm(5), nn.Linear(5, 3))
+
+
+class EachNorm(L.Callback):
+    """Writes down C of the next step, after each step."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_train_batch_end(self, trainer, *_):
+        self.found.append(trainer.strategy.private_run.mechanism.clip_norm)
+
+
+def sum_of(make_trainer, x, y, **privacy):
+    """The sum that one step on all records releases, without noise."""
+    model = Classifier(network(), lambda params: torch.optim.SGD(params, lr=1.0))
+    before = flat(model)
+    callback = private(**{"noise_multiplier": 0.0, "sampling": FullBatch(), **privacy})
+    make_trainer(max_steps=1, callbacks=[callback]).fit(
+        model, DataLoader(TensorDataset(x, y), batch_size=8)
+    )
+    return (before - flat(model)).double() * len(x)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_more_record_moves_the_sum_by_at_most_the_sensitivity(engine, make_trainer):
+    x, y = records(N)
+    x[3] *= 1e10
+    spoiled = [torch.full((6,), value) for value in (1e30, math.nan, 1e-30)]
+    for rule, bound in (
+        (Automatic(), 0.7),
+        (GROUPS, GROUPS.sensitivity),
+    ):
+        options = {"engine": engine, "clipping": rule}
+        options |= {} if rule is GROUPS else {"max_grad_norm": bound}
+        without = sum_of(make_trainer, x, y, **options)
+        for row in spoiled:
+            more = torch.cat([x, row.unsqueeze(0)])
+            moved = sum_of(make_trainer, more, torch.cat([y, y[:1]]), **options) - without
+            assert float(moved.norm()) <= bound * (1 + 1e-4)
+            assert row.isfinite().all() or not moved.abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("rule", [Automatic(), GROUPS], ids=["automatic", "groups"])
+def test_a_released_sum_is_that_of_a_loop_over_records(engine, rule, make_trainer):
+    x, y = records(N)
+    found = sum_of(make_trainer, x, y, engine=engine, clipping=rule)
+    net, total = network(), torch.zeros(63, dtype=torch.float64)
+    for i in range(N):
+        net.zero_grad()
+        nn.functional.cross_entropy(net(x[i : i + 1]), y[i : i + 1]).backward()
+        grads = [p.grad.flatten().double() for p in net.parameters()]
+        if rule is GROUPS:
+            rest = torch.cat(grads[2:])
+            parts = zip((grads[0], grads[1], rest), GROUPS.groups.values(), strict=True)
+            total += torch.cat([part * min(1.0, c / float(part.norm())) for part, c in parts])
+        else:
+            whole = torch.cat(grads)
+            total += whole / (whole.norm() + rule.gamma)
+    torch.testing.assert_close(found, total, rtol=1e-4, atol=1e-4)
+
+
+class Still(L.LightningModule):
+    """20,000 weights in two groups whose gradient is zero: what moves them is the noise alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False)
+
+    def training_step(self, batch, batch_idx):
+        x = torch.zeros(len(batch[0]), 100)
+        return (self.a(x) + self.b(x)).sum(1).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "bound"),
+    [
+        ({"clipping": Automatic(), "max_grad_norm": 0.4}, 0.4),
+        ({"clipping": PerGroup({"a.*": 3.0, "*": 4.0})}, 5.0),
+        ({"clipping": AdaptiveQuantile(), "max_grad_norm": 0.4}, 0.4 * math.sqrt(1.01)),
+    ],
+)
+def test_the_noise_in_every_entry_is_made_for_the_sensitivity(options, bound, make_trainer):
+    model = Still()
+    before = flat(model)
+    make_trainer(max_steps=1, callbacks=[private(noise_multiplier=1.5, **options)]).fit(
+        model, DataLoader(TensorDataset(torch.zeros(40)), batch_size=8)
+    )
+    for half in (flat(model) - before).split(10_000):
+        assert float(half.std()) * 8 == pytest.approx(1.5 * bound, rel=0.03)
+
+
+def test_without_noise_the_clip_norm_is_the_recursion_on_exact_shares(make_trainer):
+    x, y = records(N)
+    model, norms = Classifier(network()), EachNorm()
+    rule = AdaptiveQuantile(target=0.3, rate=0.5, least=0.1, most=3.0)
+    privacy = private(noise_multiplier=0.0, clipping=rule, max_grad_norm=2.0, sampling=FullBatch())
+    make_trainer(max_steps=8, max_epochs=-1, callbacks=[privacy, norms]).fit(
+        model, DataLoader(TensorDataset(x, y), batch_size=N)
+    )
+    net, clip_norm, found = network(), 2.0, []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(8):
+        gradients = []
+        for i in range(N):
+            net.zero_grad()
+            nn.functional.cross_entropy(net(x[i : i + 1]), y[i : i + 1]).backward()
+            gradients.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
+        lengths = torch.stack([g.norm() for g in gradients])
+        total = sum(g * min(1.0, clip_norm / float(g.norm())) for g in gradients) / N
+        for param, part in zip(
+            net.parameters(), total.split([p.numel() for p in net.parameters()]), strict=True
+        ):
+            param.grad = part.view_as(param)
+        optimizer.step()
+        within = float((lengths <= clip_norm).double().mean())
+        clip_norm = min(3.0, max(0.1, clip_norm * math.exp(-0.5 * (within - 0.3))))
+        found.append(clip_norm)
+    assert norms.found == pytest.approx(found, rel=1e-6)
+    torch.testing.assert_close(flat(model), flat(net), rtol=0, atol=1e-5)
+
+
+def fitted(make_trainer, folder, *, steps, path=None, **options):
+    x, y = records(240)
+    norms, logger = EachNorm(), CSVLogger(folder)
+    privacy = private(noise_multiplier=1.0, clipping=AdaptiveQuantile(rate=0.4), **options)
+    trainer = make_trainer(
+        max_steps=steps, max_epochs=-1, callbacks=[privacy, norms], logger=logger,
+        log_every_n_steps=1,
+    )  # fmt: skip
+    loader = DataLoader(TensorDataset(x, y), batch_size=24)
+    trainer.fit(Classifier(network()), loader, ckpt_path=path, weights_only=False)
+    return trainer, privacy, norms.found, logger
+
+
+def test_a_clip_norm_that_moves_is_charged_once_logged_reported_and_resumed(make_trainer, tmp_path):
+    trainer, privacy, norms, logger = fitted(make_trainer, tmp_path, steps=12)
+
+    assert len(set(norms)) == 12
+    assert privacy.epsilon == PLDAccountant().epsilon([(PoissonGaussian(1.0, 0.1), 12)], 1e-5)
+    clip_norms = [1.0, *norms]
+    for i, each in enumerate(privacy._run.signal.stretches):
+        # 63 entries, with the noise of the bound of that step.
+        assert each.noise_norm == pytest.approx(clip_norms[i] * math.sqrt(63 * 1.01) / 24)
+        share = each.share  # of that release alone
+        moved = clip_norms[i] * math.exp(-0.4 * (1 - share - 0.5))
+        assert clip_norms[i + 1] == pytest.approx(moved, rel=1e-9)
+    with Path(logger.log_dir, "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["privacy/clip_norm"]]
+    assert [float(row["privacy/clip_norm"]) for row in rows] == pytest.approx(norms)
+    report = privacy.report()
+    assert report.clip_norms == {"max_grad_norm": 1.0, "latest": norms[-1]}
+    assert report.mechanism["clipping"] == repr(AdaptiveQuantile(rate=0.4))
+    assert f"latest = {norms[-1]:g}" in str(report)
+
+    trainer.save_checkpoint(path := tmp_path / "last.ckpt")
+    _, resumed, more, _ = fitted(make_trainer, tmp_path / "again", steps=13, path=path)
+    stretch = resumed._run.signal.stretches[-1]
+    assert stretch.noise_norm == pytest.approx(norms[-1] * math.sqrt(63 * 1.01) / 24)
+    assert more == [pytest.approx(norms[-1] * math.exp(-0.4 * (1 - stretch.share - 0.5)))]
+    with pytest.raises(ValueError, match="clipping differs"):
+        make_trainer(max_steps=13, callbacks=[private(clipping=Automatic())]).fit(
+            Classifier(network()), trainer.train_dataloader, ckpt_path=path, weights_only=False
+        )
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_learns_with_all_checks(rule, make_trainer):
+    x, y = records(240)
+    rate = {"groups": 2.0, "automatic": 0.2}.get(rule, 0.5)
+    model = Classifier(network(), lambda params: torch.optim.SGD(params, lr=rate))
+    privacy = private(noise_multiplier=0.3, clipping=RULES[rule], checks=Checks())
+    make_trainer(max_epochs=6, callbacks=[privacy]).fit(
+        model, DataLoader(TensorDataset(x, y), batch_size=24)
+    )
+    assert float((model(x).argmax(1) == y).double().mean()) > 0.6
+    assert privacy.report().mechanism["clipping"] == repr(RULES[rule])
+
+
+def test_a_parameter_without_a_group_is_named_before_anything_is_charged(make_trainer, tmp_path):
+    x, y = records(N)
+    privacy = private(clipping=PerGroup({"*.weight": 1.0}), ledger_dir=str(tmp_path / "journal"))
+    with pytest.raises(ValueError, match=r"matches the trained parameter 'net\.0\.bias'"):
+        make_trainer(max_steps=1, callbacks=[privacy]).fit(
+            Classifier(network()), DataLoader(TensorDataset(x, y), batch_size=8)
+        )
+    assert privacy.steps == 0 and not (tmp_path / "journal").exists()
