@@ -46,6 +46,8 @@ TESTS = [
     "tests/isolation/test_findings.py",
     "tests/strategies/test_isolation.py",
     "tests/strategies/test_public_stops.py",
+    "tests/federated/test_outliving.py",
+    "tests/federated/test_synchronous.py",
     "tests/test_clipping.py",
     "tests/strategies/test_clipping_rules.py",
     "tests/test_optimizers.py",
@@ -181,6 +183,14 @@ FAULTS = (
         "exchanged[place] = samples[kept[given % len(kept)]]",
         "if 0 else samples[place]",
     ),
+    Fault("updates_applied_twice", "if i < self._applied[client]", "- 1", "asynchronous"),
+    Fault(
+        "mean_over_who_answered", "self.plan.rate(self._driver.step) * self.num_records", "* 0.9"
+    ),
+    Fault("any_norm_passes", "clip_norm * records + noise", "* 1e9", "protocol"),
+    Fault("honest_norms_refused", "clip_norm * records + noise", "* 0", "protocol"),
+    Fault("no_quorum_is_needed", "self._counts[self._round] >= self._least", "* 0"),
+    Fault("a_missed_query_is_asked", "client not in self._answered | self._missed", "- {client}"),
 )
 
 

@@ -49,7 +49,7 @@ PUBLIC = {
     "lightning_dp.metrics": "PrivacyBudget",
     "lightning_dp.audit": "audit check_isolation",
     "lightning_dp.federated": """
-        AsyncClient AsyncPlan AsyncServer ClientPrivacy InverseRootSteps PolynomialSizes
+        AsyncClient AsyncPlan AsyncServer ClientPrivacy InverseRootSteps PolynomialSizes Quorum
     """,
     "lightning_dp.federated.local": "LocalRecords",
     "lightning_dp.federated.flower": "client_app server_app",

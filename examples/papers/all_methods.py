@@ -58,7 +58,7 @@ from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.boundary import BoundedSum, Query
 from lightning_dp.estimators import AbstractEstimator, CubicNewton, Diff2, MeanGradient, Storm
 from lightning_dp.federated import AsyncClient, AsyncPlan, AsyncServer, ClientPrivacy
-from lightning_dp.federated.asynchronous import ConstantSteps, PolynomialSizes
+from lightning_dp.federated.asynchronous import InverseSteps, PolynomialSizes
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients import RecordPasses, Replay
 from lightning_dp.gradients.passes import passes_of
@@ -446,7 +446,7 @@ def federate(
     first = 2 * mean / (2 + growth)
     sizes = PolynomialSizes(growth * first / max(1, rounds - 1), first)
     rate = setting["path"] / (rounds * setting["clip"] * mean * CLIENTS)
-    plan = AsyncPlan(rounds, sizes, ConstantSteps(rate), lag=LAG)
+    plan = AsyncPlan(rounds, sizes, InverseSteps(rate), lag=LAG)
     rates = tuple(sizes(i) / own for i in range(rounds))
     scale = scale_of(rates, target)
     ledgers = [ScratchLedger() for _ in shards]

@@ -34,7 +34,6 @@ from torch import Tensor
 
 from lightning_dp.federated import AsyncPlan, InverseRootSteps, PolynomialSizes
 from lightning_dp.federated.asynchronous import (
-    ConstantSteps,
     InverseSteps,
     SampleSizes,
     StepSizes,
@@ -66,7 +65,7 @@ def sizes_part(options: argparse.Namespace) -> None:
         for convex in strongly_convex(options):
             cells = [
                 plain_cell(
-                    *(name, options, PolynomialSizes(0, CLIENTS * s), ConstantSteps(0.0025)),
+                    *(name, options, PolynomialSizes(0, CLIENTS * s), InverseSteps(0.0025)),
                     *("diminishing2", convex, gradients),
                 )
                 for s in SIZES
@@ -92,7 +91,7 @@ def rounds_part(options: argparse.Namespace) -> None:
     for name in names:
         for convex in strongly_convex(options):
             settings: list[tuple[SampleSizes, StepSizes, str]] = [
-                (PolynomialSizes(0, CLIENTS * 200), ConstantSteps(0.0025), "diminishing2")
+                (PolynomialSizes(0, CLIENTS * 200), InverseSteps(0.0025), "diminishing2")
             ]
             for eta0 in GROWING_RATES[convex]:
                 steps = InverseSteps(eta0, 0.001) if convex else InverseRootSteps(eta0, 0.01)
@@ -140,7 +139,7 @@ def lag_part(options: argparse.Namespace) -> None:
     for lag in (1, 2, 4):
         cells = [
             plain_cell(
-                *("a9a", options, PolynomialSizes(0, CLIENTS * s), ConstantSteps(0.0025)),
+                *("a9a", options, PolynomialSizes(0, CLIENTS * s), InverseSteps(0.0025)),
                 *("diminishing2", True, gradients, lag),
             )
             for s in SIZES[:3]
@@ -185,7 +184,7 @@ def mnist_sizes(options: argparse.Namespace) -> None:
             lenet_run(
                 dealt(x, y, MNIST_CLIENTS, seed, biased=False),
                 (test[0], test[1]),
-                *(PolynomialSizes(0, MNIST_CLIENTS * s), ConstantSteps(0.0025), seed),
+                *(PolynomialSizes(0, MNIST_CLIENTS * s), InverseSteps(0.0025), seed),
             )
             for seed in range(options.seeds)
         ]
@@ -211,7 +210,7 @@ def biased_part(options: argparse.Namespace) -> None:
         return
     for sizes, rates, rounds in (
         (PolynomialSizes(a=100, first=1), InverseRootSteps(0.01, 0.01), "20 rounds of 10, 20, ..."),
-        (PolynomialSizes(0, 200), ConstantSteps(0.0025), "100 rounds of 20, η = .0025"),
+        (PolynomialSizes(0, 200), InverseSteps(0.0025), "100 rounds of 20, η = .0025"),
     ):
         cells = [biased_lenet(options, sizes, rates, biased=biased) for biased in (False, True)]
         print(f"| mnist, LeNet | 10, {rounds} | {' | '.join(cells)} |", flush=True)

@@ -17,19 +17,12 @@ class ScratchLedger(ReleaseLedger):
     def __init__(self) -> None:
         super().__init__("/nowhere", "an experiment")
         self._events: list[AbstractEvent] = []
-        self._latest: tuple[bytes, bytes] | None = None
 
     def history(self) -> list[tuple[AbstractEvent, int]]:
         return [(event, 1) for event in self._events]
 
     def has_begun(self, spending: Spending) -> bool:
         return bool(self._events)
-
-    def find(self, spending: Spending, round_: int, part: int) -> bytes | None:
-        return None
-
-    def latest(self, spending: Spending) -> tuple[bytes, bytes] | None:
-        return self._latest
 
     def release(
         self,
@@ -39,9 +32,6 @@ class ScratchLedger(ReleaseLedger):
         make: Callable[[np.random.Generator], bytes],
         *,
         keep: bool = True,
-        note: bytes = b"",
     ) -> bytes:
         self._events += spending.events(round_)
-        content = make(random_generator(None))
-        self._latest = (note, content) if note else None
-        return content
+        return make(random_generator(None))

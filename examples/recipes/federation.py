@@ -17,7 +17,7 @@ from table import Measured, Row, save, table
 
 from lightning_dp.accounting import calibrate
 from lightning_dp.federated import AsyncPlan, ClientPrivacy, PolynomialSizes
-from lightning_dp.federated.asynchronous import ConstantSteps
+from lightning_dp.federated.asynchronous import InverseSteps
 from lightning_dp.federated.local import LocalRecords
 
 DELTA, CLIP = 1e-5, 0.5
@@ -40,7 +40,7 @@ def play(options: Options, seed: int, *, private: bool) -> tuple[float, float]:
     point, epsilon = federate(
         [LocalRecords(model, share) for share in shares],
         torch.zeros(sum(p.numel() for p in model.parameters())),
-        AsyncPlan(rounds, PolynomialSizes(a=0, b=batch), ConstantSteps(step), lag=1),
+        AsyncPlan(rounds, PolynomialSizes(a=0, b=batch), InverseSteps(step), lag=1),
         ClientPrivacy(CLIP, z, options.epsilon, DELTA) if private else NO_PRIVACY,
         seed,
     )

@@ -13,6 +13,7 @@ from lightning_dp.federated.asynchronous import (
     InverseRootSteps,
     PolynomialSizes,
 )
+from lightning_dp.federated.protocol import Quorum
 
 __all__ = [
     "AsyncClient",
@@ -21,4 +22,5 @@ __all__ = [
     "ClientPrivacy",
     "InverseRootSteps",
     "PolynomialSizes",
+    "Quorum",
 ]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import reprlib
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dp._described import check_same, described
 from lightning_dp._noise import NoiseSource
 from lightning_dp._refusals import RefusedSetting, text_of
 from lightning_dp._validate import (
@@ -32,21 +32,20 @@ from lightning_dp._validate import (
 )
 from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.base import Relation
-from lightning_dp.accounting.events import AbstractEvent
+from lightning_dp.accounting.events import AbstractEvent, counted
 from lightning_dp.boundary import Query, State, Term
 from lightning_dp.federated.client import Client, PlannedRelease, check_point, draw, noised_sum
 from lightning_dp.federated.ledger import ReleaseLedger, check_budget
 from lightning_dp.federated.protocol import (
-    LOST,
+    MAJORITY,
     REFUSED,
-    AbstractServer,
-    Form,
+    Fact,
     Message,
     MessageError,
+    Quorum,
+    QuorumServer,
     Records,
-    check_records,
-    check_start,
-    read_reply,
+    norm_bound,
 )
 from lightning_dp.functional import shared_mask
 from lightning_dp.sampling import Poisson
@@ -58,10 +57,10 @@ __all__ = [
     "AsyncPlan",
     "AsyncServer",
     "ClientPrivacy",
-    "ConstantSteps",
     "InverseRootSteps",
     "InverseSteps",
     "PolynomialSizes",
+    "RoundClient",
     "RoundPlan",
     "SampleSizes",
     "StepSizes",
@@ -69,12 +68,6 @@ __all__ = [
 ]
 
 ROUND, UPDATE = "round", "update"
-_NOTE = "note"
-_FORMS = {
-    UPDATE: Form(("round", "counter"), ("update",)),
-    LOST: Form(("round",)),
-    REFUSED: Form(("round",)),
-}
 
 
 # -- sequences that are agreed on before the first round ---------------------------------------
@@ -137,31 +130,19 @@ def rounds_for(sizes: SampleSizes, gradients: float) -> int:
 
 
 @dataclass(frozen=True)
-class ConstantSteps:
-    """η_t = η0 > 0."""
-
-    eta0: float
-
-    def __post_init__(self) -> None:
-        normalise(self, positive, "eta0")
-
-    def __call__(self, t: float) -> float:
-        return self.eta0
-
-
-@dataclass(frozen=True)
-class InverseSteps(ConstantSteps):
-    """η_t = η0 / (1 + β t) with β >= 0, for strongly convex problems.
+class InverseSteps:
+    """η_t = η0 / (1 + β t) with η0 > 0 and β >= 0, for strongly convex problems; 0 is constant.
 
     Example:
         >>> InverseSteps(0.1, beta=0.001)(1000)
         0.05
     """
 
-    beta: float
+    eta0: float
+    beta: float = 0.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        normalise(self, positive, "eta0")
         normalise(self, not_negative, "beta")
 
     def __call__(self, t: float) -> float:
@@ -184,31 +165,35 @@ class InverseRootSteps(InverseSteps):
 # -- the plan ----------------------------------------------------------------------------------
 
 
-class RoundPlan(Protocol):
-    """The public part of a protocol that an :class:`AsyncServer` needs.
+class RoundPlan(ABC):
+    """The public part of a protocol of whole rounds, the same at server and clients.
 
     ``rounds`` is their number T; a client begins round i only when every client has done round
-    i - ``lag``.
+    i - ``lag``. One with a number of ``clients`` is for that number only.
     """
 
-    @property
-    def rounds(self) -> int: ...
+    rounds: int
+    lag: int = 1
 
-    @property
-    def lag(self) -> int: ...
-
-    def check(self, size: int, num_clients: int) -> None:
-        """Raise ValueError unless it is for so many parameters and clients."""
-
+    @abstractmethod
     def update_size(self, size: int) -> int:
-        """Return the length of an update, of ``size`` parameters."""
+        """Return the length of an update, of ``size`` parameters; ValueError if it has no plan."""
 
+    @abstractmethod
     def move(self, point: Tensor, i: int, update: Tensor, client: int) -> Tensor:
         """Return the model, changed by a client's update of round i."""
 
+    def bound(self, i: int, point: Tensor) -> float:
+        """Return the largest norm of an honest update of round i at a model; infinite if unknown."""
+        return math.inf
+
+    def cost(self, i: int, num_records: int) -> list[AbstractEvent] | None:
+        """Return what round i costs a record of a client with so many, by the plan; None: unknown."""
+        return None
+
 
 @dataclass(frozen=True)
-class AsyncPlan:
+class AsyncPlan(RoundPlan):
     """The plan that server and clients of asynchronous SGD agree on before round 0.
 
     Args:
@@ -220,6 +205,9 @@ class AsyncPlan:
         keep: how many coordinates an update has, chosen at random in each round, the same for all
             clients; None for all. The server multiplies them by (all / ``keep``).
         mask_seed: of these choices; public.
+        max_grad_norm, noise_multiplier, share: C, z and p_c, which no client exceeds, if they are
+            agreed on. Then the server refuses updates that are longer than they allow
+            (:func:`~lightning_dp.federated.protocol.norm_bound`), and computes ε by the plan.
 
     Raises:
         ValueError: naming the argument that is out of its range.
@@ -236,11 +224,17 @@ class AsyncPlan:
     lag: int = 1
     keep: int | None = None
     mask_seed: int = 0
+    max_grad_norm: float | None = None
+    noise_multiplier: float | None = None
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         normalise(self, whole, "rounds", "lag")
         normalise(self, optional(whole), "keep")
         normalise(self, seed, "mask_seed")
+        normalise(self, optional(positive), "max_grad_norm")
+        normalise(self, optional(not_negative), "noise_multiplier")
+        normalise(self, positive, "share")
 
     @cached_property
     def _before(self) -> list[int]:
@@ -260,13 +254,15 @@ class AsyncPlan:
             return None
         return shared_mask(self.mask_seed, i, size, self.keep)
 
-    def check(self, size: int, num_clients: int) -> None:
-        """Raise ValueError if there are fewer coordinates than are kept."""
-        if self.keep is not None and not self.keep <= size:
-            raise ValueError(f"keep={self.keep} of {size} coordinates.")
+    def update_size(self, size: int) -> int:
+        """Return the length of an update, of ``size`` parameters."""
+        keep = size if self.keep is None else self.keep
+        if not keep <= size:
+            raise ValueError(f"keep={keep} of {size} coordinates.")
+        return keep
 
     def move(self, point: Tensor, i: int, update: Tensor, client: int = 0) -> Tensor:
-        """Return ``point`` - η̄_i U: the move of server and client by any client's update of round i."""
+        """Return ``point`` - η̄_i U, with zeros where U has no entry, scaled by (all / ``keep``)."""
         coordinates = self.coordinates(i, len(point))
         eta = self.step_size(i)
         if coordinates is None:
@@ -274,9 +270,19 @@ class AsyncPlan:
         scaled = update.to(point.dtype) * (len(point) / len(coordinates))
         return point.index_add(0, coordinates, scaled, alpha=-eta)
 
-    def update_size(self, size: int) -> int:
-        """Return the length of an update, of ``size`` parameters."""
-        return size if self.keep is None else self.keep
+    def bound(self, i: int, point: Tensor) -> float:
+        """Return the largest norm of an honest U of round i."""
+        if self.max_grad_norm is None or self.noise_multiplier is None:
+            return math.inf
+        batch, size = self.share * self.sizes(i), self.update_size(len(point))
+        return norm_bound(self.max_grad_norm, self.noise_multiplier, batch, size)
+
+    def cost(self, i: int, num_records: int) -> list[AbstractEvent] | None:
+        """Return the event of round i at z and p_c of the plan."""
+        if self.noise_multiplier is None:
+            return None
+        rate = min(1.0, self.share * self.sizes(i) / num_records)
+        return [Poisson().event(self.noise_multiplier, rate)]
 
 
 # -- the client --------------------------------------------------------------------------------
@@ -331,17 +337,52 @@ class ClientPrivacy:
         return callable(self.noise_multiplier) or self.noise_multiplier > 0
 
 
+class RoundClient(Client):
+    """A client of an :class:`AsyncServer`: it makes a whole round at the model that it is sent."""
+
+    kinds: ClassVar[tuple[str, ...]] = (ROUND,)
+
+    plan: RoundPlan
+
+    def _check_limit(self, name: str, value: float, most: float | None) -> None:
+        if most is not None and not value <= most:
+            raise RefusedSetting(
+                f"{name}={value} exceeds the {name}={most} of the plan, so the server would refuse "
+                "updates. Agree on another plan.",
+                topic="federated-messages",
+            )
+
+    @abstractmethod
+    def update(
+        self, i: int, point: Tensor, rng: np.random.Generator, source: NoiseSource
+    ) -> Tensor:
+        """Return the update of round i at a model, from the generator of its batch and the noise."""
+
+    def read(self, request: Message) -> PlannedRelease:
+        i, point = request.whole("round"), request.tensor("model")
+        if not i < self.plan.rounds:
+            raise MessageError(f"Round {i} of {self.plan.rounds} was asked for.")
+        check_point(self.records, point)
+        try:
+            self.plan.update_size(len(point))
+        except ValueError as error:
+            raise MessageError(text_of(error)) from None
+
+        def make(rng: np.random.Generator, source: NoiseSource) -> Message:
+            return Message(UPDATE, {"round": i}, {"update": self.update(i, point, rng, source)})
+
+        return PlannedRelease(i, 0, {"round": i}, make)
+
+
 @dataclass(eq=False, repr=False)
-class AsyncClient(Client):
-    r"""In round i: U = Σ clip_C(g(ŵ)) over a Poisson batch, + N(0, (z_i C)² I); ŵ ← ŵ - η̄_i U.
+class AsyncClient(RoundClient):
+    r"""In round i, at the model v̂ that it is sent: U = Σ clip_C(g(v̂)) + N(0, (z_i C)² I).
 
-    The batch has each record with probability q_i = share · s_i / N. All gradients of a round are
-    taken at the model that it began with, so U moves by at most C with one record. (In the paper's
-    listing the model moves after each single gradient inside a round: one record would change
-    all later gradients, and C would bound nothing. It also adds η̄ n where the server subtracts it.)
-
-    Where a request brings no model, ŵ follows from the latest release in the ledger; without one
-    the client replies that it lost it, and is sent it.
+    The sum is over a Poisson batch, which has each record with probability q_i = share · s_i / N.
+    All gradients of a round are taken at one model, so U moves by at most C with one record. (In the
+    paper's listing the model moves after each single gradient inside a round: one record would
+    change all later gradients, and C would bound nothing. There, too, the client moves a copy of
+    the model by its own updates until a new one comes; here every request brings v̂, which has them.)
 
     van Dijk et al. (2020), Algorithm 2.1, with Poisson batches and one model per round.
 
@@ -354,10 +395,8 @@ class AsyncClient(Client):
         share: p_c > 0: s_i is multiplied by it.
 
     Raises:
-        ValueError: if a batch would be larger than the data set.
+        ValueError: if a batch would be larger than the data set, or a setting exceeds the plan's.
     """
-
-    kinds: ClassVar[tuple[str, ...]] = (ROUND,)
 
     records: Records
     plan: AsyncPlan
@@ -370,18 +409,23 @@ class AsyncClient(Client):
     def __post_init__(self) -> None:
         instance("plan", self.plan, AsyncPlan)
         privacy = instance("privacy", self.privacy, ClientPrivacy)
-        check_records(self.records)
         normalise(self, positive, "share")
-        largest = max(self.plan.sizes(i) for i in range(self.plan.rounds)) * self.share
+        budget = (privacy.target_epsilon, privacy.target_delta, privacy.relation)
+        # A server that went back to its last state asks for the rounds since then again.
+        self._declare(self.plan.rounds, budget, privacy.seed, retain=self.plan.lag + 1)
+        rounds = range(self.plan.rounds)
+        if self.plan.max_grad_norm is not None:
+            self._check_limit("share", self.share, self.plan.share)
+        self._check_limit("max_grad_norm", privacy.max_grad_norm, self.plan.max_grad_norm)
+        noise = max(privacy.noise(i) for i in rounds)
+        self._check_limit("noise_multiplier", noise, self.plan.noise_multiplier)
+        largest = max(self.plan.sizes(i) for i in rounds) * self.share
         if not largest <= self.records.num_records:
             raise RefusedSetting(
                 f"A round asks for {largest:g} records in expectation, and this client has "
                 f"{self.records.num_records}. Lower the sample sizes, the rounds or its share.",
                 topic="batch-size",
             )
-        budget = (privacy.target_epsilon, privacy.target_delta, privacy.relation)
-        # A server that went back to its last state asks for the rounds since then again.
-        self._declare(self.plan.rounds, budget, privacy.seed, retain=self.plan.lag + 1)
 
     def _rate(self, i: int) -> float:
         return min(1.0, self.share * self.plan.sizes(i) / self.records.num_records)
@@ -390,47 +434,10 @@ class AsyncClient(Client):
         z, is_client = self.privacy.noise(i), self.records.unit == "client"
         return [Gaussian(z) if is_client else Poisson().event(z, self._rate(i))]
 
-    def read(self, request: Message) -> PlannedRelease:
-        i = request.whole("round")
-        if not i < self.plan.rounds:
-            raise MessageError(f"Round {i} of {self.plan.rounds} was asked for.")
-        found = self._model(i, request)
-        if found is None:
-            return PlannedRelease(i, 0, {"round": i}, None)
-        point, counter = found
-        check_point(self.records, point)
-        try:
-            self.plan.check(len(point), 1)
-        except ValueError as error:
-            raise MessageError(text_of(error)) from None
-        facts = {"round": i, "counter": counter}
-
-        def make(rng: np.random.Generator, source: NoiseSource) -> Message:
-            return Message(UPDATE, facts, {"update": self.update(i, point, rng, source)})
-
-        note = Message(_NOTE, facts, {"point": point}).to_bytes()
-        return PlannedRelease(i, 0, {"round": i}, make, note=note)
-
-    def _model(self, i: int, request: Message) -> tuple[Tensor, int] | None:
-        """Return ŵ at the beginning of round i, and the counter of the broadcast that it comes from."""
-        if "model" in request.tensors:
-            return request.tensor("model"), request.whole("counter")
-        latest = self.ledger.latest(self.spending)
-        if latest is None:
-            return None
-        try:
-            note, update = (Message.from_bytes(content) for content in latest)
-        except MessageError:  # written by an earlier version: the server sends the model again
-            return None
-        before, counter = note.whole("round"), note.whole("counter")
-        if before + 1 != i:
-            return None
-        return self.plan.move(note.tensor("point"), before, update.tensor("update")), counter
-
     def update(
         self, i: int, point: Tensor, rng: np.random.Generator, source: NoiseSource
     ) -> Tensor:
-        """Return U of round i at ŵ, from the generator of its batch and the noise."""
+        """Return U of round i at v̂."""
         coordinates = self.plan.coordinates(i, len(point))
         C, z = self.privacy.max_grad_norm, self.privacy.noise(i)
         query = Query((Term(1.0, point),), C, z, coordinates)
@@ -442,18 +449,19 @@ class AsyncClient(Client):
 
 
 @dataclass
-class AsyncServer(AbstractServer):
+class AsyncServer(QuorumServer):
     """v̂ ← ``plan.move(v̂, i, U, c)`` for each update (i, c, U), as they come, each once.
 
     With an :class:`AsyncPlan` that is v̂ - η̄_i U; with a
     :class:`~lightning_dp.federated.cubic_newton.CubicNewtonPlan`, whose d is 1, synchronous DP-FCRN.
 
-    - Round k is over when all clients' updates of round k are in v̂.
+    - Round k is over when all clients' updates of round k are in v̂, or its ``quorum`` has them and
+      the others are left out: their updates of round k are zero, however late they come.
     - Client c may do round i while i < k + d. So no client is more than d rounds ahead.
-    - The model goes down to a client once after each new k, as it was when round k - 1 ended; to a
-      client that is further ahead, as it is now. So it has all of this client's updates, and the
-      client simply takes it. In between, the client moves its copy as the server moves v̂.
-    - A client without budget leaves; the others go on.
+    - A request brings the model as it was when round k - 1 ended; to a client that is further
+      ahead, as it is now. So it has all of this client's updates.
+    - A client without budget leaves; the others go on, as long as they are a quorum.
+    - An update longer than ``plan.bound`` is refused.
 
     The order of the updates changes v̂ by rounding only.
 
@@ -464,15 +472,16 @@ class AsyncServer(AbstractServer):
         plan: what was agreed on.
         start: v_0, flat.
         num_clients: clients are 0, ..., num_clients - 1.
+        quorum: when a round goes on without some of them.
 
     Raises:
         ValueError: for ``num_clients`` below 1, a start that is not a finite vector, or a plan for
             another number of parameters or clients.
 
     Example:
-        >>> plan = AsyncPlan(2, PolynomialSizes(a=0, b=8), ConstantSteps(0.5), lag=2)
+        >>> plan = AsyncPlan(2, PolynomialSizes(a=0, b=8), InverseSteps(0.5), lag=2)
         >>> server = AsyncServer("trial", plan, torch.zeros(1), num_clients=2)
-        >>> update = Message("update", {"round": 0, "counter": 0}, {"update": torch.ones(1)}).to_bytes()
+        >>> update = Message("update", {"round": 0}, {"update": torch.ones(1)}).to_bytes()
         >>> for _ in range(3):
         ...     _ = server.receive(1, update)
         >>> server.point, server.round, server.applied
@@ -483,52 +492,61 @@ class AsyncServer(AbstractServer):
     plan: RoundPlan
     start: Tensor = field(repr=False)
     num_clients: int
+    quorum: Quorum = MAJORITY
 
     def __post_init__(self) -> None:
         self.num_clients = whole("num_clients", self.num_clients, 1, 2**31)
-        check_start(self.start)
-        if not hasattr(self.plan, "move"):
-            raise TypeError(
-                f"plan={reprlib.repr(self.plan)} must be a plan, such as AsyncPlan(...)."
-            )
-        self.plan.check(len(self.start), self.num_clients)
-        self._point = self.start.detach().clone()
-        self._broadcast = self._point  # v̂ when the current round became the earliest one
+        self._begin()
+        instance("plan", self.plan, RoundPlan)  # type: ignore[type-abstract]
+        self.plan.update_size(len(self.start))
+        planned = getattr(self.plan, "clients", self.num_clients)
+        if planned != self.num_clients:
+            raise ValueError(f"num_clients={self.num_clients}, but the plan has clients={planned}.")
         self._applied = [0] * self.num_clients
-        self._known = [-1] * self.num_clients  # the k of the model that a client has, -1: none
-        self._left: set[int] = set()
-        # k, and how many clients are at it: counted, so that an update costs the same for any
-        # number of clients.
-        self._round, self._behind = 0, self.num_clients
-
-    @property
-    def point(self) -> Tensor:
-        return self._point.clone()
+        self._counts: Counter[int] = Counter()  # updates of rounds k, k + 1, ...
+        self._end_round()
 
     @property
     def applied(self) -> list[int]:
-        """The number of each client's updates in v̂, those of rounds 0, 1, ...."""
+        """The next round of each client; it was left out of an earlier one, or has done it."""
         return list(self._applied)
 
     @property
     def round(self) -> int:
-        """k; the rounds below are in v̂, of every client that has not left."""
+        """k; the rounds below are over."""
         return self._round
 
     @property
     def reason(self) -> str:
-        if len(self._left) == self.num_clients:
-            return "no client has budget left"
-        return f"all {self.plan.rounds} rounds were made" if self.round == self.plan.rounds else ""
+        if self.round == self.plan.rounds:
+            return f"all {self.plan.rounds} rounds were made"
+        return self._end_of_budgets()
 
-    def _look_for_end_of_round(self) -> None:
-        """Find k again, once no client is left at it."""
-        if self._behind:
-            return
-        staying = [n for c, n in enumerate(self._applied) if c not in self._left]
-        self._round = min(staying or [max(self._applied)])
-        self._behind = staying.count(self._round)
-        self._broadcast = self._point
+    @property
+    def awaited(self) -> set[int]:
+        return set(self._awaited)
+
+    def leave_out(self) -> set[int]:
+        late = self._awaited
+        if self.is_done or not self._counts[self._round] >= self._least:
+            return set()
+        for client in late:
+            self._applied[client] += 1
+        self._end_round()
+        return late
+
+    def spent(self, num_records: int) -> list[tuple[AbstractEvent, int]] | None:
+        found = [self.plan.cost(i, num_records) for i in range(self.round)]
+        return None if None in found else counted((e, 1) for each in found for e in each or ())
+
+    def _end_round(self) -> None:
+        """Find k and the clients that are at it, once there are none: not after each update."""
+        staying = {c: n for c, n in enumerate(self._applied) if c not in self._left}
+        self._round = min(staying.values(), default=max(self._applied))
+        self._awaited = {c for c, n in staying.items() if n == self._round}
+        self._broadcast = self._point  # v̂ when this round became the earliest one
+        self._encoded = b""  # a request of this round, the same bytes for all who are at it
+        self._counts = Counter({i: n for i, n in self._counts.items() if i >= self._round})
 
     def _may_answer(self, client: int) -> bool:
         """Return True if there is a round that this client may do now."""
@@ -536,17 +554,19 @@ class AsyncServer(AbstractServer):
         return client not in self._left and i < min(self.plan.rounds, self._round + self.plan.lag)
 
     def request(self, client: int) -> bytes | None:
-        i, k = self._applied[client], self.round
         if not self._may_answer(client):
             return None
-        facts: dict[str, Any] = {"run": self.run, "round": i, "counter": k}
-        if not self._known[client] < k:
-            return Message(ROUND, facts).to_bytes()
-        model = self._broadcast if i == k else self._point
-        return Message(ROUND, facts, {"model": model}).to_bytes()
+        i = self._applied[client]
+        facts: dict[str, Fact] = {"run": self.run, "round": i}
+        if i > self._round:
+            return Message(ROUND, facts, {"model": self._point}).to_bytes()
+        self._encoded = (
+            self._encoded or Message(ROUND, facts, {"model": self._broadcast}).to_bytes()
+        )
+        return self._encoded
 
     def receive(self, client: int, reply: bytes) -> bool:
-        message = read_reply(client, self.num_clients, reply, _FORMS)
+        message = self._read(client, reply, ("round",), {UPDATE: "update"})
         i = message["round"]
         if i < self._applied[client] or client in self._left:
             return False  # it came twice, or late
@@ -554,56 +574,33 @@ class AsyncServer(AbstractServer):
             raise MessageError(
                 f"Client {client} answers for round {i}, which it was not asked for."
             )
-        if message.kind == LOST:
-            self.forget(client)
-            return False
         if message.kind == REFUSED:
             self._left.add(client)
         else:
-            self._apply(client, i, message)
-        if i == self._round:
-            self._behind -= 1
-            self._look_for_end_of_round()
+            size = self.plan.update_size(len(self._point))
+            largest = self.plan.bound(i, self._broadcast)
+            update = message.reals("update", size, self._point.dtype, largest)
+            point = self.plan.move(self._point, i, update, client)
+            if not bool(torch.isfinite(point).all()):
+                raise MessageError(f"With the update of client {client} the model is not finite.")
+            self._point = point
+            self._applied[client] += 1
+            self._counts[i] += 1
+        self._awaited.discard(client)
+        if not self._awaited:
+            self._end_round()
         return True
-
-    def _apply(self, client: int, i: int, message: Message) -> None:
-        counter = message["counter"]
-        if not counter <= i:  # its rounds below i are in the model that it was sent
-            raise MessageError(f"Client {client} answers for a model that it was not sent.")
-        size = self.plan.update_size(len(self._point))
-        update = message.reals("update", size, self._point.dtype)
-        point = self.plan.move(self._point, i, update, client)
-        if not bool(torch.isfinite(point).all()):
-            raise MessageError(f"With the update of client {client} the model is not finite.")
-        self._point = point
-        self._applied[client] += 1
-        self._known[client] = counter
-
-    def forget(self, client: int) -> None:
-        self._known[client] = -1
 
     def state_dict(self) -> State:
         return {
-            "configuration": described(self._configuration),
-            "point": self._point.clone(),
+            **super().state_dict(),
             "broadcast": self._broadcast.clone(),
             "applied": list(self._applied),
-            "left": sorted(self._left),
+            "counts": dict(self._counts),
         }
 
     def load_state_dict(self, state: State) -> None:
-        check_same(state["configuration"], self._configuration)
-        self._applied, self._left = list(state["applied"]), set(state["left"])
-        self._point, self._behind = state["point"].clone(), 0
-        self._look_for_end_of_round()
-        self._broadcast = state["broadcast"].clone()
-        self._known = [-1] * self.num_clients
-
-    @property
-    def _configuration(self) -> dict[str, object]:
-        return {
-            "run": self.run,
-            "plan": self.plan,
-            "num_clients": self.num_clients,
-            "size": len(self._point),
-        }
+        super().load_state_dict(state)
+        self._applied, self._counts = list(state["applied"]), Counter(state.get("counts", {}))
+        self._end_round()
+        self._broadcast, self._encoded = state["broadcast"].clone(), b""

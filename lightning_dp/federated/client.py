@@ -7,10 +7,10 @@ import logging
 import math
 import reprlib
 import zlib
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -18,20 +18,20 @@ from torch import Tensor, nn
 
 from lightning_dp._noise import NoiseSource, random_generator
 from lightning_dp._refusals import RefusedRun, text_of
-from lightning_dp._validate import instance
+from lightning_dp._validate import instance, optional
+from lightning_dp._validate import seed as check_seed
 from lightning_dp._world import World
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.boundary import BoundedSum, Query, Release, add_noise
 from lightning_dp.estimators.base import AbstractEstimator, share_of_noise
 from lightning_dp.federated.ledger import Budget, ReleaseLedger, Spending
 from lightning_dp.federated.protocol import (
-    LOST,
     REFUSED,
-    AbstractClient,
     Fact,
     Message,
     MessageError,
     Records,
+    check_records,
 )
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.mechanism import BudgetExhausted
@@ -52,6 +52,7 @@ _MODULE_CURE = (
     "Build the same module everywhere: load its frozen weights from one file, or seed its "
     "construction with torch.manual_seed."
 )
+_MODULE = ("trained", "frozen", "buffers")
 _SHOWN = 3
 _log = logging.getLogger("lightning_dp.federated")
 
@@ -63,22 +64,19 @@ class PlannedRelease:
     Args:
         round, part: its place in the ledger.
         place: its place as the server calls it, for a reply that has no other content.
-        make: makes it, once it is charged, with the generator of the batch and the noise; None if
-            the client no longer has the model that it was to be made at, and can only repeat it.
+        make: makes it, once it is charged, with the generator of the batch and the noise.
         keep: False for what must not be written to disk (a sum that a trusted server will noise).
-        note: what a new process must know to go on after it; public.
     """
 
     round: int
     part: int
     place: Mapping[str, Fact]
-    make: Callable[[np.random.Generator, NoiseSource], Message] | None
+    make: Callable[[np.random.Generator, NoiseSource], Message]
     keep: bool = True
-    note: bytes = b""
 
 
-class Client(AbstractClient):
-    """A client, of whichever protocol.
+class Client(ABC):
+    """The client of a protocol: requests in, replies out, one at a time.
 
     For each request, in this order: it is checked; the first time, the model is tried on synthetic
     records; the round is charged to the ledger, on disk; the records are asked, and the answer is
@@ -89,7 +87,7 @@ class Client(AbstractClient):
     - a refused request, or a round that the budget does not allow, charges nothing.
 
     A protocol adds ``kinds``, the requests that it has, and :meth:`events` and :meth:`read`. These
-    hold no state: what a round needs comes with the request, or with the latest release.
+    hold no state: what a round needs comes with the request.
     """
 
     kinds: ClassVar[tuple[str, ...]]
@@ -103,9 +101,10 @@ class Client(AbstractClient):
     _seed: int | None  # for tests only: the same batches and noise each time
 
     def _declare(self, rounds: int, budget: Budget, seed: int | None, retain: int) -> None:
-        """Declare the whole plan and the budget."""
+        """Check what all clients have, and declare the whole plan and the budget."""
+        check_records(self.records)
         instance("ledger", self.ledger, ReleaseLedger)
-        self._seed = seed
+        self._seed = optional(check_seed)("seed", seed)
         self.spending = Spending(self.run, rounds, self.events, *budget, retain=retain)
 
     @abstractmethod
@@ -130,6 +129,7 @@ class Client(AbstractClient):
 
     @property
     def facts(self) -> dict[str, Any]:
+        """Public numbers about this client, among them ``epsilon``, spent so far."""
         return {
             "unit": self.records.unit,
             "seeded": self._seed is not None,
@@ -139,6 +139,12 @@ class Client(AbstractClient):
         }
 
     def answer(self, request: bytes) -> bytes:
+        """Return the reply to a request; if the budget does not allow it, :data:`REFUSED`, uncharged.
+
+        Raises:
+            MessageError: for bytes that are no request of this protocol, or too old a one.
+            JournalError: if the ledger cannot be trusted, or another process uses it.
+        """
         message = Message.from_bytes(request)
         if message.kind not in self.kinds or message["run"] != self.spending.run:
             raise MessageError(
@@ -146,10 +152,6 @@ class Client(AbstractClient):
                 f"{reprlib.repr(dict(message.facts))}."
             )
         planned = self.read(message)
-        make = planned.make
-        if make is None:
-            sent = self.ledger.find(self.spending, planned.round, planned.part)
-            return sent or Message(LOST, planned.place).to_bytes()
         # A mistake in the client's module costs nothing before the first charge.
         try_once = getattr(self.records, "try_once", None)
         if try_once is not None and not self.ledger.has_begun(self.spending):
@@ -158,11 +160,12 @@ class Client(AbstractClient):
         def charged(rng: np.random.Generator) -> bytes:
             if self._seed is not None:  # batches and noise are different streams of it
                 rng = random_generator(self._seed, 1, planned.round)
-            return make(rng, noise_source(self._seed, planned.round, planned.part)).to_bytes()
+            source = noise_source(self._seed, planned.round, planned.part)
+            return planned.make(rng, source).to_bytes()
 
         place = (self.spending, planned.round, planned.part)
         try:
-            return self.ledger.release(*place, charged, keep=planned.keep, note=planned.note)
+            return self.ledger.release(*place, charged, keep=planned.keep)
         except BudgetExhausted:
             return Message(REFUSED, planned.place).to_bytes()
 
@@ -238,6 +241,12 @@ def is_of_ordinary_size(query: Query) -> bool:
     return _SMALLEST <= query.clip_norm <= _LARGEST and _SMALLEST <= noise <= _LARGEST
 
 
+def at_point(query: Query, point: Tensor) -> Query:
+    """Return a query whose terms name their points, the present one being ``point``."""
+    terms = (t if t.point is not None else replace(t, point=point) for t in query.terms)
+    return replace(query, terms=tuple(terms))
+
+
 def check_query(records: Records, plan: NoisePlan, query: Query, step: int, part: int) -> None:
     """Raise MessageError, naming what differs, for a query that is not the plan's at this step.
 
@@ -264,61 +273,21 @@ def check_query(records: Records, plan: NoisePlan, query: Query, step: int, part
             if term.weight and not _SMALLEST <= abs(term.weight) <= _LARGEST:
                 raise MessageError(f"A term of step {step} has the weight {term.weight}.")
         return
+    here = cast("Tensor", query.terms[0].point)
     try:
-        expected = plan.estimator.ask(state, [query.terms[0].point], step, z)  # type: ignore[list-item]
+        expected = plan.estimator.ask(state, [here], step, z)
     except (RuntimeError, ValueError, IndexError) as error:
         raise MessageError(f"The query of step {step} cannot be asked: {text_of(error)}") from None
     if expected is None:
         raise MessageError(
             f"At step {step} the plan asks nothing about these points, since they are the same."
         )
-    _check_same(query, expected, step)
-
-
-def _check_vectors(records: Records, query: Query) -> None:
-    """Check that all vectors of a query belong to the client's model, with its coordinates."""
-    first = query.terms[0].point
-    assert first is not None  # messages write all points out
-    for number, term in enumerate(query.terms):
-        point, direction = term.point, term.direction
-        assert point is not None
-        check_point(records, point, f"point{number}")
-        if direction is not None:  # noised answers, whose dtype may be wider than the model's
-            if direction.dtype not in (
-                point.dtype,
-                torch.promote_types(point.dtype, torch.float32),
-            ):
-                raise MessageError(
-                    f"direction{number} is of {direction.dtype}, and the model of {point.dtype}."
-                )
-            check_point(records, direction.to(point.dtype), f"direction{number}")
-        for vector in (point, direction):
-            if vector is not None and len(vector) != len(first):
-                raise MessageError(f"A vector of {len(vector)} numbers is next to {len(first)}.")
-        if point.dtype != first.dtype:
-            raise MessageError("The points of the query are of several dtypes.")
-    if query.coordinates is not None and not int(query.coordinates[-1]) < len(first):
-        raise MessageError(
-            f"Coordinate {int(query.coordinates[-1])} of {len(first)} was asked for."
-        )
-
-
-def _check_same(query: Query, expected: Query, step: int) -> None:
-    """Raise MessageError, naming what differs, unless the server asks what the client would."""
-    weights, own = ([term.weight for term in each.terms] for each in (query, expected))
-    if weights != own:
-        raise MessageError(
-            f"The server asks for terms of weights {weights} at step {step}, and the plan has "
-            f"{own}. {_PLAN_CURE}"
-        )
-    here = query.terms[0].point
-    for number, (ours, theirs) in enumerate(zip(expected.terms, query.terms, strict=True)):
-        if not _equal(here if ours.point is None else ours.point, theirs.point):
-            raise MessageError(f"point{number} of step {step} is not the plan's. {_PLAN_CURE}")
-        if not _equal(ours.direction, theirs.direction):
-            raise MessageError(f"direction{number} of step {step} is not the plan's. {_PLAN_CURE}")
-    if not _equal(expected.coordinates, query.coordinates):
-        raise MessageError(f"The coordinates of step {step} are not the plan's. {_PLAN_CURE}")
+    theirs, ours = parts(query), parts(at_point(expected, here))
+    for name in {**theirs, **ours}:
+        if not _equal(theirs.get(name), ours.get(name)):
+            raise MessageError(
+                f"The server's {name} of step {step} is not the plan's. {_PLAN_CURE}"
+            )
     if not math.isclose(query.clip_norm, expected.clip_norm, rel_tol=_TOLERANCE):
         raise MessageError(
             f"The server asks for clip_norm={query.clip_norm} at step {step}, and the plan has "
@@ -326,26 +295,58 @@ def _check_same(query: Query, expected: Query, step: int) -> None:
         )
 
 
-def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+def parts(query: Query) -> dict[str, float | Tensor | None]:
+    """Return the parts of a query that must be the plan's exactly, by their names in a message."""
+    named: dict[str, float | Tensor | None] = {"coordinates": query.coordinates}
+    for number, term in enumerate(query.terms):
+        named[f"weight{number}"] = float(term.weight)
+        named[f"point{number}"], named[f"direction{number}"] = term.point, term.direction
+    return named
+
+
+def _equal(a: object, b: object) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+    return a is b or (isinstance(a, float) and a == b)
+
+
+def _check_vectors(records: Records, query: Query) -> None:
+    """Check that all vectors of a query belong to the client's model, with its coordinates."""
+    first = cast("Tensor", query.terms[0].point)  # messages write all points out
+    for name, vector in parts(query).items():
+        if not isinstance(vector, Tensor) or name == "coordinates":
+            continue
+        # Directions are noised answers, whose dtype may be wider than the model's.
+        is_wider = vector.dtype == torch.promote_types(first.dtype, torch.float32)
+        if vector.dtype != first.dtype and not (is_wider and name.startswith("direction")):
+            raise MessageError(f"{name} is of {vector.dtype}, and the model of {first.dtype}.")
+        check_point(records, vector.to(first.dtype), name)
+        if len(vector) != len(first):
+            raise MessageError(f"{name} has {len(vector)} numbers, and point0 {len(first)}.")
+    if query.coordinates is not None and not int(query.coordinates[-1]) < len(first):
+        raise MessageError(
+            f"Coordinate {int(query.coordinates[-1])} of {len(first)} was asked for."
+        )
 
 
 # -- the server's module is the client's -------------------------------------------------------
 
-_Tensors: TypeAlias = list[tuple[str, str]]  # names, and what is compared of each
-
 
 def fingerprint(module: nn.Module) -> str:
     """Describe a module: names, shapes and dtypes of what is trained, checksums of what is not."""
+
+    def kind(tensor: Tensor) -> str:
+        return f"{tensor.dtype} {list(tensor.shape)}"
+
+    def checksum(tensor: Tensor) -> str:
+        values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return f"{kind(tensor)} {zlib.crc32(values.numpy().tobytes()):08x}"
+
     params = list(module.named_parameters())
-    described = {
-        "trained": [[name, _kind(p)] for name, p in params if p.requires_grad],
-        "frozen": [[name, _checksum(p)] for name, p in params if not p.requires_grad],
-        "buffers": [[name, _checksum(buffer)] for name, buffer in module.named_buffers()],
-    }
-    return json.dumps(described)
+    trained = [[name, kind(p)] for name, p in params if p.requires_grad]
+    frozen = [[name, checksum(p)] for name, p in params if not p.requires_grad]
+    buffers = [[name, checksum(buffer)] for name, buffer in module.named_buffers()]
+    return json.dumps(dict(zip(_MODULE, (trained, frozen, buffers), strict=True)))
 
 
 def check_fingerprint(of_the_server: str, here: str) -> None:
@@ -353,50 +354,38 @@ def check_fingerprint(of_the_server: str, here: str) -> None:
 
     Buffers that differ are logged only: some are computed, and machines round.
     """
-    theirs, ours = _read_fingerprint(of_the_server), _read_fingerprint(here)
-    if other := _other_order(theirs["trained"], ours["trained"]):
-        raise MessageError(f"The trained parameters are not the server's: {other}. {_MODULE_CURE}")
-    if other := _differing(theirs["frozen"], ours["frozen"]):
-        raise MessageError(
-            f"The frozen parameters {other} are not those of the server's module, so what it trains "
-            f"means something else here. {_MODULE_CURE}"
-        )
-    if other := _differing(theirs["buffers"], ours["buffers"]):
-        _log.warning("The buffers %s are not those of the server's module. %s", other, _MODULE_CURE)
-
-
-def _read_fingerprint(text: str) -> dict[str, _Tensors]:
     try:
-        found: Any = json.loads(text)
-        return {
-            part: [(str(name), str(value)) for name, value in found[part]]
-            for part in ("trained", "frozen", "buffers")
-        }
+        theirs, ours = (
+            [{str(name): str(value) for name, value in found[part]} for part in _MODULE]
+            for found in (json.loads(of_the_server), json.loads(here))
+        )
     except (ValueError, TypeError, KeyError):
         raise MessageError("The server's description of its module cannot be read.") from None
+    if other := _other_order(theirs[0], ours[0]):
+        raise MessageError(f"The trained parameters are not the server's: {other}. {_MODULE_CURE}")
+    frozen, buffers = (_differing(theirs[part], ours[part]) for part in (1, 2))
+    if frozen:
+        raise MessageError(
+            f"The frozen parameters {frozen} are not those of the server's module, so what it trains "
+            f"means something else here. {_MODULE_CURE}"
+        )
+    if buffers:
+        _log.warning(
+            "The buffers %s are not those of the server's module. %s", buffers, _MODULE_CURE
+        )
 
 
-def _other_order(theirs: _Tensors, ours: _Tensors) -> str:
-    """Return where two lists of parameters differ in kind or order; other names are no matter."""
+def _other_order(theirs: dict[str, str], ours: dict[str, str]) -> str:
+    """Return where the trained tensors differ in kind or order; other names are no matter."""
     if len(theirs) != len(ours):
         return f"{len(ours)} tensors, and {len(theirs)} at the server"
-    is_permuted = sorted(name for name, _ in theirs) == sorted(name for name, _ in ours)
-    for (name, kind), (there, kind_there) in zip(ours, theirs, strict=True):
+    is_permuted = theirs.keys() == ours.keys()
+    for (name, kind), (there, kind_there) in zip(ours.items(), theirs.items(), strict=True):
         if kind != kind_there or (is_permuted and name != there):
             return f"{name} ({kind}), where the server has {there} ({kind_there})"
     return ""
 
 
-def _differing(theirs: _Tensors, ours: _Tensors) -> str:
-    here, there = dict(ours), dict(theirs)
-    names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+def _differing(theirs: dict[str, str], ours: dict[str, str]) -> str:
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"
-
-
-def _checksum(tensor: Tensor) -> str:
-    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{_kind(tensor)} {zlib.crc32(values.numpy().tobytes()):08x}"

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_dp._noise import NoiseSource
-from lightning_dp._refusals import RefusedRun, text_of
+from lightning_dp._refusals import text_of
 from lightning_dp._validate import (
     between,
     flag,
@@ -20,35 +21,33 @@ from lightning_dp._validate import (
     not_negative,
     optional,
     positive,
-    seed,
     whole,
 )
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.events import AbstractEvent
-from lightning_dp.boundary import Term
 from lightning_dp.estimators import CubicNewton
-from lightning_dp.federated.asynchronous import ROUND, UPDATE
+from lightning_dp.federated.asynchronous import RoundClient, RoundPlan
 from lightning_dp.federated.client import (
-    Client,
     PlannedRelease,
+    at_point,
     check_engine,
-    check_point,
     draw,
     is_of_ordinary_size,
     noised_sum,
 )
 from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.federated.protocol import Message, MessageError, Records, check_records
+from lightning_dp.federated.protocol import Message, MessageError, Records, norm_bound
 from lightning_dp.functional import SparseVector, random_k
 from lightning_dp.sampling import AbstractSampling, FullBatch, Poisson
 
 __all__ = ["CubicNewtonClient", "CubicNewtonPlan"]
 
-_DIVERGED = "diverged"
+_log = logging.getLogger("lightning_dp.federated")
+_LONGEST = 1e150  # whose square is finite
 
 
 @dataclass(frozen=True)
-class CubicNewtonPlan:
+class CubicNewtonPlan(RoundPlan):
     r"""The public plan that server and clients of a DP-FCRN run agree on.
 
     Round t = 0, 1, ...: the server sends x_t; client i makes a round of ``newton`` at x_t on its own
@@ -76,6 +75,8 @@ class CubicNewtonPlan:
         rounds: T >= 1.
         step_scale: α > 0.
         whole_steps: see above.
+        noise_multiplier, min_batch_size: z of a client's rounds at most, and q N at least, if they
+            are agreed on. Then the server refuses updates that are longer than they allow.
 
     Raises:
         ValueError: naming the argument that is out of its range.
@@ -95,10 +96,13 @@ class CubicNewtonPlan:
     rounds: int
     step_scale: float = 1.0
     whole_steps: bool = False
+    noise_multiplier: float | None = None
+    min_batch_size: float = 1.0
 
     def __post_init__(self) -> None:
         normalise(self, whole, "clients", "rounds")
-        normalise(self, positive, "step_scale")
+        normalise(self, positive, "step_scale", "min_batch_size")
+        normalise(self, optional(not_negative), "noise_multiplier")
         normalise(self, flag, "whole_steps")
 
     # -- what it costs -----------------------------------------------------------------------
@@ -141,20 +145,36 @@ class CubicNewtonPlan:
 
     # -- for the server ----------------------------------------------------------------------
 
-    @property
-    def lag(self) -> int:
-        """1, since rounds are synchronous."""
-        return 1
-
-    def check(self, size: int, num_clients: int) -> None:
-        """Raise ValueError unless it is for so many parameters and clients."""
-        self.newton.kept(size)
-        if num_clients != self.clients:
-            raise ValueError(f"num_clients={num_clients}, but the plan has clients={self.clients}.")
-
     def update_size(self, size: int) -> int:
         """Return k of ``size`` parameters."""
         return self.newton.kept(size)
+
+    def bound(self, i: int, point: Tensor) -> float:
+        """Return the largest norm of an honest client's k values in a round at x.
+
+        V_0 = 0 and V_(s+1) = V_s + η_s (A_s + λ (‖x‖ + V_s) + (M/2) V_s²) + ‖x - Π(x)‖ bound ‖v_s‖,
+        where Π projects onto the box, and A_s bounds the noised mean: the
+        :func:`~lightning_dp.federated.protocol.norm_bound` of a sum with clip norm
+        √(k/d) (C_g + C_H V_s) over the least expected batch size. A step is an average of the v_s,
+        d/k times which is sent; in a box of half-width β, ‖v_s‖ <= ‖x‖ + β √d.
+        """
+        if self.noise_multiplier is None:
+            return math.inf
+        newton, x = self.newton_of(0), point.double()
+        size, tau, beta = newton.kept(len(x)), newton.inner_steps, newton.box or math.inf
+        outside = float((x - x.clamp(-beta, beta)).norm())
+        z = self.noise_multiplier * (1 if newton.fresh_batches else math.sqrt(tau))
+        length, longest, far = 0.0, 0.0, float(x.norm())
+        for s in range(tau):
+            of_a_record = newton.max_grad_norm + newton.max_hessian_norm * length
+            clip_norm = math.sqrt(size / len(x)) * of_a_record
+            total = norm_bound(clip_norm, z, self.min_batch_size, size, draws=tau)
+            slope = total / self.min_batch_size + newton.weight_decay * (far + length)
+            eta = min(2 / (newton.strong_convexity * (s + 2)), newton.max_step_size or math.inf)
+            length += eta * (slope + newton.hessian_lipschitz / 2 * length**2) + outside
+            length = min(length, far + beta * math.sqrt(len(x)), _LONGEST)
+            longest = max(longest, length)
+        return 1.001 * longest * len(x) / self.newton.kept(len(x))
 
     def move(self, point: Tensor, i: int, update: Tensor, client: int) -> Tensor:
         """Return ``point`` + (α/n) S, from the values of S."""
@@ -164,11 +184,12 @@ class CubicNewtonPlan:
 
 
 @dataclass(eq=False, repr=False)
-class CubicNewtonClient(Client):
+class CubicNewtonClient(RoundClient):
     """Client i of a :class:`~lightning_dp.federated.cubic_newton.CubicNewtonPlan`.
 
     Noise, sampling and budget are this client's choice; the server learns none of them from
-    a message except that a budget is used up.
+    a message except that a budget is used up. Where the inner steps diverge (by noised values only),
+    it sends zeros, and logs it.
 
     Args:
         records: this client's data.
@@ -183,10 +204,7 @@ class CubicNewtonClient(Client):
 
     Raises:
         ValueError: naming the argument that is out of its range.
-        RuntimeError: by :meth:`answer`, each time, of a round whose inner steps diverged.
     """
-
-    kinds: ClassVar[tuple[str, ...]] = (ROUND,)
 
     records: Records
     plan: CubicNewtonPlan
@@ -204,83 +222,53 @@ class CubicNewtonClient(Client):
     def __post_init__(self) -> None:
         normalise(self, not_negative, "noise_multiplier")
         normalise(self, between("(0, 1]"), "sample_rate")
-        normalise(self, optional(seed), "seed")
         instance("plan", self.plan, CubicNewtonPlan)
-        check_records(self.records)
-        if not self.records.num_records >= 1:
-            raise ValueError(f"num_records={self.records.num_records} must be at least 1.")
-        check_engine(self.records, self.plan.newton)
-        self._newton = self.plan.newton_of(self.client)  # raises for a number out of range
+        self._check_limit("noise_multiplier", self.noise_multiplier, self.plan.noise_multiplier)
         budget = (self.target_epsilon, self.target_delta, self.relation)
         # A server that went back to its last state asks for the round before again.
         self._declare(self.plan.rounds, budget, self.seed, retain=2)
+        if not self.records.num_records >= 1:
+            raise ValueError(f"num_records={self.records.num_records} must be at least 1.")
+        if self.plan.noise_multiplier is not None:
+            batch_size = self.sample_rate * self.records.num_records
+            self._check_limit("-min_batch_size", -batch_size, -self.plan.min_batch_size)
+        check_engine(self.records, self.plan.newton)
+        self._newton = self.plan.newton_of(self.client)  # raises for a number out of range
 
     def events(self, i: int) -> Sequence[AbstractEvent]:
         rate = 1.0 if self.records.unit == "client" else self.sample_rate
         return self.plan.events(self.noise_multiplier, rate)
 
     def read(self, request: Message) -> PlannedRelease:
-        t, counter = request.whole("round"), request.whole("counter")
-        point = request.tensor("model")
-        if not t < self.plan.rounds:
-            raise MessageError(f"Round {t} of {self.plan.rounds} was asked for.")
-        if point.dtype not in (torch.float32, torch.float64):
-            raise MessageError(f"The model is of {point.dtype}; DP-FCRN needs float32 or float64.")
-        check_point(self.records, point)
-        try:
-            self.plan.update_size(len(point))
-        except ValueError as error:
-            raise MessageError(text_of(error)) from None
+        planned, dtype = super().read(request), request.tensor("model").dtype
+        if dtype not in (torch.float32, torch.float64):
+            raise MessageError(f"The model is of {dtype}; DP-FCRN needs float32 or float64.")
+        return planned
 
-        def make(rng: np.random.Generator, source: NoiseSource) -> Message:
-            try:
-                step = self._step(point, t, rng, source).to(point.dtype)
-            except _DivergedError as error:
-                # Kept like an update, so that no second noise is drawn under the same charge.
-                return Message(_DIVERGED, {"round": t, "why": str(error)})
-            values = self.plan.update(step, t, self.client)
-            return Message(UPDATE, {"round": t, "counter": counter}, {"update": values})
-
-        return PlannedRelease(t, 0, {"round": t}, make)
-
-    def answer(self, request: bytes) -> bytes:
-        made = super().answer(request)
-        message = Message.from_bytes(made)
-        if message.kind == _DIVERGED:
-            raise RefusedRun(message["why"], topic="diverged")
-        return made
-
-    def _step(self, point: Tensor, t: int, rng: np.random.Generator, source: NoiseSource) -> Tensor:
-        """Return u, this client's step from x_t. Every query is noised."""
+    def update(
+        self, i: int, point: Tensor, rng: np.random.Generator, source: NoiseSource
+    ) -> Tensor:
+        """Return the k values of this client's step from x_i. Every query is noised."""
         newton, q, params = self._newton, self.sample_rate, [point]
-        state = {**newton.init(params), "round": t}
+        state = {**newton.init(params), "round": i}
         step, batch = torch.zeros_like(point), list[int]()
         for inner in range(newton.inner_steps):
             if inner == 0 or newton.fresh_batches:
                 batch = draw(self.records, q, rng, self.plan.sampling(q))
-            query = newton.ask(state, params, t, self.noise_multiplier)
-            terms = tuple(
-                replace(term, point=point if term.point is None else term.point)
-                for term in query.terms
-            )
-            query = replace(query, terms=terms)
+            query = at_point(newton.ask(state, params, i, self.noise_multiplier), point)
+            why = ""
             if query.noise_multiplier > 0 and not is_of_ordinary_size(query):
-                raise _DivergedError(f"inner step {inner} asks for clip norm {query.clip_norm}")
-            released = noised_sum(self.records, query, batch, source)
-            mean = released.mean(q * self.records.num_records)
-            try:
-                estimate, state = newton.tell(state, params, t, mean)
-            except RuntimeError as error:
-                raise _DivergedError(text_of(error)) from None
-            if estimate is not None:
-                step = step - estimate
-        return step
-
-
-class _DivergedError(Exception):
-    """The inner steps are no longer finite, by noised values only."""
-
-
-def _at(point: Tensor, term: Term) -> Term:
-    """Write out the present point."""
-    return replace(term, point=point) if term.point is None else term
+                why = f"inner step {inner} asks for clip norm {query.clip_norm}"
+            else:
+                released = noised_sum(self.records, query, batch, source)
+                mean = released.mean(q * self.records.num_records)
+                try:
+                    estimate, state = newton.tell(state, params, i, mean)
+                except RuntimeError as error:
+                    why = text_of(error)
+            if why:
+                _log.warning("Client %d sends zeros for round %d: %s", self.client, i, why)
+                step = torch.zeros_like(point)
+                break
+            step = step if estimate is None else step - estimate
+        return self.plan.update(step.to(point.dtype), i, self.client)

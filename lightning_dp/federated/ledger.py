@@ -241,7 +241,6 @@ class ReleaseLedger:
         make: _Make,
         *,
         keep: bool = True,
-        note: bytes = b"",
     ) -> bytes:
         """Return the bytes of a release: those that left before, or newly charged and made ones.
 
@@ -253,7 +252,6 @@ class ReleaseLedger:
                 generator of the round's batch, which is the same for all its parts.
             keep: False for what must not be written to disk (a sum that a trusted server will
                 noise); it is then made again, from the same batch.
-            note: what a new process must know to go on; public. Kept with the latest release.
 
         Raises:
             BudgetExhausted: if the round does not fit into the budget or the plan.
@@ -261,7 +259,7 @@ class ReleaseLedger:
             JournalError: if files are missing or damaged, or another process has them.
             VoidedRunError: if real records failed a check, now or in any run over the data set.
         """
-        with self._open(spending) as run:
+        with _OpenRun(self, spending) as run:
             if (sent := run.kept.get((round_, part))) is not None:
                 return sent
             before = run.progress
@@ -277,26 +275,13 @@ class ReleaseLedger:
             kept = {place: sent for place, sent in run.kept.items() if place[0] >= oldest}
             if keep:
                 kept[round_, part] = content
-            run.write(replace(now, parts=part + 1), kept, note)
+            run.write(replace(now, parts=part + 1), kept)
             return content
-
-    def find(self, spending: Spending, round_: int, part: int) -> bytes | None:
-        """Return the bytes of a release; None if it was not made, or is no longer kept."""
-        with self._open(spending) as run:
-            return run.kept.get((round_, part))
-
-    def latest(self, spending: Spending) -> tuple[bytes, bytes] | None:
-        """Return the note and the bytes of the latest release; None if there is none, or no note."""
-        with self._open(spending) as run:
-            return (run.note, [*run.kept.values()][-1]) if run.note and run.kept else None
 
     def has_begun(self, spending: Spending) -> bool:
         """Return True if a round of the run was charged, or began to be."""
-        with self._open(spending) as run:
+        with _OpenRun(self, spending) as run:
             return run.progress.begun >= 0
-
-    def _open(self, spending: Spending) -> _OpenRun:
-        return _OpenRun(self.journal_path, self.dataset_id, spending)
 
 
 class _OpenRun:
@@ -305,7 +290,8 @@ class _OpenRun:
     kept: Kept
     """The releases that may be asked for again, by round and part."""
 
-    def __init__(self, journal_path: Path, dataset_id: str, spending: Spending) -> None:
+    def __init__(self, ledger: ReleaseLedger, spending: Spending) -> None:
+        journal_path, dataset_id = ledger.journal_path, ledger.dataset_id
         self._dataset, self._spending = dataset_id, spending
         self._path = release_path(journal_path, spending.run)
         if not journal_path.exists():  # a lost one is not to be replaced by an empty one
@@ -313,7 +299,7 @@ class _OpenRun:
             if not journal_path.exists():  # nor has another process begun one meanwhile
                 check_nothing_is_missing(journal_path, dataset_id, Charges(), known)
         self._journal = Journal(journal_path, dataset_id)
-        self.kept, self.note = {}, b""
+        self.kept = {}
         try:
             if (reason := self._journal.runs.voided) is not None:
                 raise VoidedRunError(reason)
@@ -333,7 +319,7 @@ class _OpenRun:
         check_nothing_is_missing(journal, self._dataset, runs, [*progress_of_all(journal)])
         charged = rounds_in(runs, spending.run)
         if self._path.exists():
-            progress, self.kept, self.note = read_release_file(self._path)
+            progress, self.kept, _ = read_release_file(self._path)
             self._check(progress, max(charged, default=-1))
             return progress
         if charged:
@@ -414,7 +400,7 @@ class _OpenRun:
             now = replace(
                 now, begun=round_, parts=0, seed=seed, dataset=self._dataset, charged=charged
             )
-            self.write(now, self.kept, self.note)
+            self.write(now, self.kept)
         # The seed is on disk, and now the charge: a process that dies between makes the same batch,
         # and finds in the journal whatever of the round's events was written already.
         events = self._spending.events(round_)
@@ -429,7 +415,7 @@ class _OpenRun:
             key = Round(self._spending.run, round_).key
             self._journal.append(key, len(self._spending.events(round_)), Voided(reason))
 
-    def write(self, progress: Progress, kept: Kept, note: bytes = b"") -> None:
+    def write(self, progress: Progress, kept: Kept) -> None:
         """Replace the release file, durably."""
-        write_release_file(self._path, progress, kept, note)
-        self.progress, self.kept, self.note = progress, kept, note
+        write_release_file(self._path, progress, kept, b"")
+        self.progress, self.kept = progress, kept

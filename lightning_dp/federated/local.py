@@ -187,14 +187,9 @@ class LocalRecords:
         """
         if not self._try_first:
             return
-        copied = LocalRecords(
-            copy.deepcopy(self._module),
-            self._loader,
-            engine=self._engine_name,
-            chunk_size=self._chunk_size,
-            device=self._device,
-            loss_graph_check=self._checks_graph,
-        )
+        copied = copy.copy(self)
+        copied._module = copy.deepcopy(self._module)
+        copied.params = tuple(p for p in copied._module.parameters() if p.requires_grad)
         query = Query((Term(),), clip_norm=1.0, noise_multiplier=1.0)
         with (
             isolate_rng(),

@@ -4,39 +4,42 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from lightning_dp._described import check_same, described
 from lightning_dp._refusals import Refusal
-from lightning_dp._validate import instance
+from lightning_dp._validate import above_0, instance, normalise, optional, whole
+from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.boundary import BoundedSum, Query, State
 
 __all__ = [
-    "LOST",
+    "MAJORITY",
     "REFUSED",
-    "AbstractClient",
     "AbstractServer",
+    "Attendance",
     "Fact",
-    "Form",
     "Message",
     "MessageError",
+    "Quorum",
+    "QuorumServer",
     "Records",
     "check_records",
-    "check_start",
-    "read_reply",
+    "norm_bound",
 ]
 
 Fact: TypeAlias = str | int | float | bool
 
-# Replies of every protocol: the client has lost the model, or has no budget left.
-LOST, REFUSED = "lost", "refused"
+REFUSED = "refused"  # the reply of every protocol where a client has no budget left
 
 _HEADER = "lightning_dp"
 _LARGEST_NUMBER = 2**63
@@ -63,6 +66,138 @@ class Records(Protocol):
         """Return the sum of the query over these records, each clipped; sensitive until it is noised."""
 
 
+# -- clients that are late or wrong ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """The clients that a round needs, and the limits on waiting: public, and fixed before the run.
+
+    A client that is late, silent, failing or wrong is left out of a round, where it counts as zero
+    under the denominator of all clients, once the round has its quorum and either ``wait`` is over,
+    or nobody else is worth waiting for: those who failed ``tries`` times in this round, and those
+    who were left out before and have sent nothing usable since. It is asked again in the next round.
+
+    Args:
+        clients: the fewest whose replies a round needs; None for more than half of all.
+        wait: seconds; math.inf waits for everybody.
+        tries: failures of one client in one round.
+        patience: seconds without a usable reply after which waiting is over, too; and a run whose
+            round lacks its quorum then ends, to be gone on with later.
+
+    Raises:
+        ValueError: naming the argument that is out of its range.
+
+    Example:
+        >>> Quorum().least(5), Quorum(clients=2, wait=60.0).least(5)
+        (3, 2)
+    """
+
+    clients: int | None = None
+    wait: float = 1200.0
+    tries: int = 5
+    patience: float = 1800.0
+
+    def __post_init__(self) -> None:
+        normalise(self, optional(whole), "clients")
+        normalise(self, whole, "tries")
+        normalise(self, above_0, "wait", "patience")
+
+    def least(self, num_clients: int) -> int:
+        """Return the number of clients that a round needs, of so many."""
+        return whole("clients", self.clients or num_clients // 2 + 1, 1, num_clients)
+
+
+MAJORITY = Quorum()
+"""Rounds of more than half of the clients."""
+
+
+@dataclass
+class Attendance:
+    """Signs of life of the clients, by which an engine finds when waiting for them is over.
+
+    Times are seconds of any clock. What was heard is about messages, never about their values.
+
+    Args:
+        quorum: the limits.
+        began: when the present stage of the server began.
+
+    Example:
+        >>> attendance = Attendance(Quorum(wait=60.0, tries=1), began=0.0)
+        >>> attendance.fail(1)
+        >>> [attendance.is_over({1}, now=5.0), attendance.is_over({1, 2}, now=5.0)]
+        [True, False]
+        >>> attendance.is_over({1, 2}, now=60.0)
+        True
+    """
+
+    quorum: Quorum
+    began: float
+    _failures: Counter[int] = field(default_factory=Counter)
+    _silent: set[int] = field(default_factory=set)
+
+    def begin(self, now: float, left_out: Iterable[int] = ()) -> None:
+        """Note that a stage begins, and who was left out of the one before."""
+        self.began, self._failures = now, Counter()
+        self._silent.update(left_out)
+
+    def hear(self, client: int) -> None:
+        """Note a sign of life that can be used: the next rounds wait for this client."""
+        self._silent.discard(client)
+
+    def fail(self, client: int) -> None:
+        """Note a message that is lost, an error, or a reply that cannot be used."""
+        self._failures[client] += 1
+
+    def is_over(self, awaited: Collection[int], now: float) -> bool:
+        """Return True if nobody who is awaited is worth waiting for."""
+        return now - self.began >= self.quorum.wait or all(
+            client in self._silent or self._failures[client] >= self.quorum.tries
+            for client in awaited
+        )
+
+
+def norm_bound(
+    clip_norm: float,
+    noise_multiplier: float,
+    batch_size: float,
+    size: int,
+    num_records: float = math.inf,
+    draws: int = 1,
+) -> float:
+    r"""Return a norm that one of ``draws`` honest noised sums exceeds with probability below 1e-9.
+
+    The sum is :math:`\sum_{j \in B} u_j + \mathcal N(0, (z C)^2 I_k)` with ‖u_j‖ ≤ C, over a Poisson
+    batch B of expected size b. With L = ln(2·10⁹ · draws) the bound is
+
+        C min(b + 10 √b + (2/3) L, N) + z C (√k + √(2 L)).
+
+    - |B| is a sum of independent indicators of variance σ² ≤ b. By Bernstein's inequality
+      P(|B| ≥ b + t) ≤ exp(-t² / (2 (σ² + t/3))), which is ≤ e^-L for t = 10 √b + (2/3) L, since
+      t² - (2/3) L t = 10 √b t ≥ 100 b ≥ 2 L b as long as L ≤ 50.
+    - The squared norm of the noise over (z C)² is chi-square with k degrees of freedom. The norm is
+      a 1-Lipschitz function of a Gaussian, with mean at most √k: P(χ_k ≥ √k + √(2 L)) ≤ e^-L.
+
+    One part in 1000 is added for rounding. Who judges by this bound looks at noised values only.
+
+    Args:
+        clip_norm, noise_multiplier, batch_size, size: C, z, b and k.
+        num_records: N, the most that a batch can have.
+        draws: the number of sums.
+
+    Example:
+        >>> round(norm_bound(1.0, 2.0, batch_size=100.0, size=10_000), 1)
+        427.8
+    """
+    tail = math.log(2e9 * draws)
+    records = min(batch_size + 10 * math.sqrt(batch_size) + 2 * tail / 3, num_records)
+    noise = noise_multiplier * clip_norm if noise_multiplier else 0.0
+    return 1.001 * (clip_norm * records + noise * (math.sqrt(size) + math.sqrt(2 * tail)))
+
+
+# -- the two machines --------------------------------------------------------------------------
+
+
 class AbstractServer(ABC):
     """The server of a protocol, without an engine, a clock or a network.
 
@@ -74,6 +209,8 @@ class AbstractServer(ABC):
                     send it
             for each reply that came:
                 server.receive(client, reply)
+            if there was no reply of the clients in server.awaited for too long:
+                server.leave_out()
 
     - At most one message is in flight to a client. A reply that does not come is no loss: the same
       request is made again, and the client answers with the same bytes.
@@ -82,6 +219,8 @@ class AbstractServer(ABC):
       the server may die, it must be saved before a request leaves that was made from a new state
       (:attr:`round` has changed), so that the server is never behind a client.
     """
+
+    quorum: Quorum = MAJORITY
 
     @property
     @abstractmethod
@@ -92,6 +231,20 @@ class AbstractServer(ABC):
     @abstractmethod
     def round(self) -> int:
         """The number of rounds that are over."""
+
+    @property
+    def stage(self) -> tuple[int, ...]:
+        """The round and its part, which change as soon as others are asked, or something else is."""
+        return (self.round,)
+
+    @property
+    def awaited(self) -> set[int]:
+        """The clients without whose replies the present stage does not end."""
+        return set()
+
+    def leave_out(self) -> set[int]:
+        """End the stage without those who are awaited, if it has its quorum; return who they were."""
+        return set()
 
     @property
     def is_done(self) -> bool:
@@ -116,15 +269,16 @@ class AbstractServer(ABC):
             reply: from anybody: everything in it is checked before anything changes.
 
         Returns:
-            True if it was applied; False for a reply that came twice or too late, or from a client
-            that lost the model. An engine that hears nothing else for long gives up.
+            True if it was applied; False for a reply that came twice or too late. An engine that
+            hears nothing else for long gives up.
 
         Raises:
             MessageError: for any other bytes; nothing has changed then.
         """
 
-    def forget(self, client: int) -> None:  # noqa: B027 (many send everything each time)
-        """Note that the client's process is new and has none of what it was sent before."""
+    def spent(self, num_records: int) -> list[tuple[AbstractEvent, int]] | None:
+        """Return what the plan's rounds so far cost a record of a client with so many; None: unknown."""
+        return None
 
     @abstractmethod
     def state_dict(self) -> State:
@@ -135,26 +289,77 @@ class AbstractServer(ABC):
         """Go on from there. Raises ValueError if the configuration was another."""
 
 
-class AbstractClient(ABC):
-    """The client of a protocol: requests in, replies out, one at a time.
+class QuorumServer(AbstractServer):
+    """A server with a model, a quorum of its clients, and clients that leave without budget."""
 
-    What it has spent is in its ledger, on disk before a reply is made. A client may die at any
-    moment: a new one, on the same ledger, answers the same request with the same bytes.
-    """
+    run: str
+    start: Tensor
+    num_clients: int
+    _settings: ClassVar[tuple[str, ...]] = ()  # further ones that a resumed run must have
 
-    @abstractmethod
-    def answer(self, request: bytes) -> bytes:
-        """Return the reply to a request; if the budget does not allow it, :data:`REFUSED`, uncharged.
-
-        Raises:
-            MessageError: for bytes that are no request of this protocol, or too old a one.
-            JournalError: if the ledger cannot be trusted, or another process uses it.
-        """
+    def _begin(self) -> None:
+        """Check the first model and the quorum, and begin with them."""
+        start = instance("start", self.start, Tensor)
+        if start.dim() != 1 or not bool(torch.isfinite(start).all()):
+            raise ValueError("start must be a vector of finite numbers.")
+        self._least = instance("quorum", self.quorum, Quorum).least(self.num_clients)
+        self._point, self._left = start.detach().clone(), set[int]()
 
     @property
-    @abstractmethod
-    def facts(self) -> dict[str, Any]:
-        """Public numbers about this client, among them ``epsilon``, spent so far."""
+    def point(self) -> Tensor:
+        return self._point.clone()
+
+    def _end_of_budgets(self) -> str:
+        """Return the reason to end where too few clients have budget; empty if there are enough."""
+        staying = self.num_clients - len(self._left)
+        few = f"{staying} of the clients have budget left, and a round needs {self._least}"
+        return few if staying < self._least else ""
+
+    def _read(
+        self, client: int, reply: bytes, numbers: tuple[str, ...], vectors: Mapping[str, str]
+    ) -> Message:
+        """Read a reply, and check its sender and its form; its place is not checked yet.
+
+        Args:
+            client: the sender.
+            reply: from anybody.
+            numbers: the facts of every reply, whole numbers >= 0.
+            vectors: the tensor of a reply, by its kind; a refusal has none.
+        """
+        if type(client) is not int or not 0 <= client < self.num_clients:
+            raise MessageError(
+                f"client={reprlib.repr(client)} is none of the clients 0, ..., {self.num_clients - 1}."
+            )
+        message = Message.from_bytes(reply)
+        tensors = {**{kind: {name} for kind, name in vectors.items()}, REFUSED: set[str]()}
+        form = (set(numbers), tensors.get(message.kind))
+        if (set(message.facts), set(message.tensors)) != form:
+            parts = (message.kind, [*message.facts], [*message.tensors])
+            kind, facts, there = (reprlib.repr(part) for part in parts)
+            raise MessageError(
+                f"A reply of kind {kind} with the numbers {facts} and the tensors {there} belongs "
+                "to another protocol."
+            )
+        for name in numbers:
+            message.whole(name)
+        return message
+
+    def state_dict(self) -> State:
+        return {
+            "configuration": described(self._configuration),
+            "point": self._point.clone(),
+            "left": sorted(self._left),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        earlier = {"quorum": MAJORITY}  # versions before it had a quorum wrote none
+        check_same(state["configuration"], self._configuration, earlier.get)
+        self._point, self._left = state["point"].clone(), set(state.get("left", ()))
+
+    @property
+    def _configuration(self) -> dict[str, object]:
+        names = ("run", "plan", "num_clients", "quorum", *self._settings)
+        return {**{name: getattr(self, name) for name in names}, "size": len(self.start)}
 
 
 def check_records(records: object) -> None:
@@ -164,13 +369,6 @@ def check_records(records: object) -> None:
             f"records={reprlib.repr(records)} must be records of a client, such as "
             "LocalRecords(module, data_set)."
         )
-
-
-def check_start(start: object) -> None:
-    """Raise unless this is a model that a server can begin with."""
-    given = instance("start", start, Tensor)
-    if given.dim() != 1 or not bool(torch.isfinite(given).all()):
-        raise ValueError("start must be a vector of finite numbers.")
 
 
 # -- messages ----------------------------------------------------------------------------------
@@ -227,11 +425,12 @@ class Message:
             raise MessageError(f"A message {reprlib.repr(self.kind)} has no tensor {name!r}.")
         return self.tensors[name]
 
-    def reals(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
-        """Return a vector in a protocol's dtype, in which it and its norm are finite.
+    def reals(self, name: str, size: int, dtype: torch.dtype, largest: float = math.inf) -> Tensor:
+        """Return a vector in a protocol's dtype, in which its norm is finite, and at most ``largest``.
 
         Raises:
-            MessageError: for another size, or numbers that are too large for the dtype.
+            MessageError: for another size, or numbers or a norm that are too large; its own norm
+                is not in the message.
         """
         raw = self.tensor(name)
         if len(raw) != size:
@@ -241,6 +440,8 @@ class Message:
         value = raw.to(torch.promote_types(dtype, torch.float32))
         if not bool(torch.isfinite(value.square().sum())):
             raise MessageError(f"{name} is not finite, or has no finite norm, as {value.dtype}.")
+        if not float(value.double().norm()) <= largest:
+            raise MessageError(f"{name} is longer than {largest:.6g}, which the plan allows.")
         return value
 
     def to_bytes(self) -> bytes:
@@ -290,36 +491,3 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
             f"{reprlib.repr(name)} is of shape {shape} and {tensor.dtype}; a message has vectors of "
             f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}."
         )
-
-
-class Form(NamedTuple):
-    """The content of a reply of one kind: whole numbers >= 0, and one vector or none."""
-
-    numbers: tuple[str, ...]
-    vectors: tuple[str, ...] = ()
-
-
-def read_reply(client: int, num_clients: int, content: bytes, forms: Mapping[str, Form]) -> Message:
-    """Read a reply, and check its sender and its form; its place in the protocol is not checked yet.
-
-    Raises:
-        MessageError: for a sender that is none of the clients, or bytes that have no form of ``forms``.
-    """
-    if type(client) is not int or not 0 <= client < num_clients:
-        raise MessageError(
-            f"client={reprlib.repr(client)} is none of the clients 0, ..., {num_clients - 1}."
-        )
-    message = Message.from_bytes(content)
-    form = forms.get(message.kind)
-    if form is None:
-        kind = reprlib.repr(message.kind)
-        raise MessageError(f"A reply of kind {kind} belongs to another protocol.")
-    if {*message.facts} != {*form.numbers} or {*message.tensors} != {*form.vectors}:
-        facts, tensors = reprlib.repr([*message.facts]), reprlib.repr([*message.tensors])
-        raise MessageError(
-            f"A reply of kind {message.kind!r} has the numbers {[*form.numbers]} and the tensors "
-            f"{[*form.vectors]}, not {facts} and {tensors}."
-        )
-    for name in form.numbers:
-        message.whole(name)
-    return message

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dp._described import check_same, described
 from lightning_dp._noise import NoiseSource
 from lightning_dp._refusals import text_of
 from lightning_dp._validate import (
@@ -29,13 +28,14 @@ from lightning_dp._validate import (
 from lightning_dp._world import World
 from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.base import Relation
-from lightning_dp.accounting.events import AbstractEvent
+from lightning_dp.accounting.events import AbstractEvent, counted
 from lightning_dp.boundary import BoundedSum, Query, Release, State, Term, add_noise
 from lightning_dp.estimators.base import distance
 from lightning_dp.estimators.driver import Driver
 from lightning_dp.federated.client import (
     Client,
     PlannedRelease,
+    at_point,
     bounded,
     check_engine,
     check_point,
@@ -44,18 +44,18 @@ from lightning_dp.federated.client import (
     is_of_ordinary_size,
     noise_source,
     noised_sum,
+    parts,
 )
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.protocol import (
+    MAJORITY,
     REFUSED,
-    AbstractServer,
-    Form,
     Message,
     MessageError,
+    Quorum,
+    QuorumServer,
     Records,
-    check_records,
-    check_start,
-    read_reply,
+    norm_bound,
 )
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import Poisson
@@ -63,8 +63,7 @@ from lightning_dp.sampling import Poisson
 __all__ = ["BVRLSGD", "QueryClient", "SynchronousServer"]
 
 _QUERY, _ANSWER, _LOCAL, _WALKED = "query", "answer", "local", "walked"
-_PLACE = ("round", "part")
-_FORMS = {_ANSWER: Form(_PLACE, ("sum",)), _WALKED: Form(_PLACE, ("x",)), REFUSED: Form(_PLACE)}
+_PLACE, _VECTORS = ("round", "part"), {_ANSWER: "sum", _WALKED: "x"}
 
 
 # -- local steps -------------------------------------------------------------------------------
@@ -160,7 +159,7 @@ class BVRLSGD:
 
 
 @dataclass
-class SynchronousServer(AbstractServer):
+class SynchronousServer(QuorumServer):
     """x_(t+1) = x_t - η v_t, where v_t is an estimator's from the sum of all clients' answers.
 
     At step t the estimator asks all clients the same query. Either
@@ -171,7 +170,11 @@ class SynchronousServer(AbstractServer):
     - ``noise="client"``: each client noises its sum, and the server sees nothing else. The
       total has √P times the noise.
 
-    A step without an answer of every client waits. A client without budget ends the run.
+    A step is over when every client has answered, or its ``quorum`` has and the others are left out:
+    they count as zero, since the mean is over q_t N whoever answers. Who is left out of one query of
+    a step is not asked the further ones. Clients without budget leave; the others go on, as long as
+    they are a quorum. Answers that are longer than their clip norm, rate and noise allow
+    (:func:`~lightning_dp.federated.protocol.norm_bound`) are refused.
 
     With a ``local_routine``, the step's worker then goes on alone on its records, and noises
     each of its steps itself (DIFF2-BVR-L-SGD, Algorithm 4); the routine's η is used for the
@@ -186,7 +189,8 @@ class SynchronousServer(AbstractServer):
         num_records: N over all clients, public; the mean is over q_t N.
         learning_rate: η > 0.
         noise: the party that adds it.
-        local_routine: what the worker in turn does.
+        local_routine: what the worker in turn does; without it, the step is the server's alone.
+        quorum: when a step goes on without some clients.
         seed: for tests only: the same noise of the server each time.
 
     Raises:
@@ -203,6 +207,11 @@ class SynchronousServer(AbstractServer):
     noise: Literal["server", "client"] = "server"
     local_routine: BVRLSGD | None = None
     seed: int | None = None
+    quorum: Quorum = MAJORITY
+
+    _settings: ClassVar[tuple[str, ...]] = (
+        *("rounds", "num_records", "learning_rate", "noise", "local_routine"),
+    )
 
     def __post_init__(self) -> None:
         normalise(self, whole, "rounds", "num_clients", "num_records")
@@ -216,27 +225,50 @@ class SynchronousServer(AbstractServer):
                 f"learning_rate={self.learning_rate}, but the local routine's is "
                 f"{self.local_routine.learning_rate}: one point would move at two speeds."
             )
-        check_start(self.start)
+        self._begin()
         _check_plan(self.plan, self.noise)
-        self._point = self.start.detach().clone()
         self._driver = Driver.begin(self.plan.estimator, [self._point])
         self._place, self._reason = (0, 0), ""  # step and part that clients are asked for
         self._local: Tensor | None = None  # v, while a worker goes on alone
         self._query: Query | None = None
-        self._answers: dict[int, Tensor] = {}
+        self._answered, self._total = set[int](), self._point  # of the query, and the sum so far
+        self._encoded: tuple[tuple[int, ...], bytes] = (), b""
+        self._missed: set[int] = set()  # left out of an earlier query of this step
         self._ask()
-
-    @property
-    def point(self) -> Tensor:
-        return self._point.clone()
 
     @property
     def round(self) -> int:
         return self._place[0]
 
     @property
+    def stage(self) -> tuple[int, ...]:
+        return (*self._place, self._local is not None)
+
+    @property
     def reason(self) -> str:
         return self._reason
+
+    @property
+    def awaited(self) -> set[int]:
+        return {client for client in range(self.num_clients) if self._is_asked(client)}
+
+    def leave_out(self) -> set[int]:
+        late = self.awaited
+        if self._reason:
+            return set()
+        if self._local is not None:
+            self._move_to(self._point - self.learning_rate * self._local)
+            self._ask()
+        elif len(self._answered) >= (self._least if self._place[1] == 0 else 1):
+            self._end_query()
+        else:
+            return set()
+        return late
+
+    def spent(self, num_records: int) -> list[tuple[AbstractEvent, int]] | None:
+        if self.local_routine is not None:
+            return None
+        return counted((self.plan.event(step), 1) for step in range(self.round))
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -245,12 +277,16 @@ class SynchronousServer(AbstractServer):
         while not self._reason and self._local is None:
             step = self._driver.step
             self._place = (step, self._driver.part)
+            if self._driver.part == 0:
+                self._missed = set()
             if step == self.rounds:
                 self._reason = f"all {self.rounds} rounds were made"
                 return
             z = self.plan.noise_multiplier(step)
-            self._query, self._answers = self._driver.ask([self._point], z), {}
+            self._query, self._answered = self._driver.ask([self._point], z), set()
             if self._query is not None:
+                wide = torch.promote_types(self._point.dtype, torch.float32)
+                self._total = torch.zeros(self._query.size(len(self._point)), dtype=wide)
                 return
             self._tell(Release.of_nothing([self._point]))
 
@@ -261,11 +297,18 @@ class SynchronousServer(AbstractServer):
         if estimate is None:
             return
         estimate = estimate.to(self._point.dtype)
-        moved = self._point - self.learning_rate * estimate
-        if self.local_routine is None or self.local_routine.local_steps == 1:
-            self._move_to(moved)
-        elif self._is_finite(moved):
+        if self._worker is None or self._worker in self._left:
+            self._move_to(self._point - self.learning_rate * estimate)
+        elif self._is_finite(self._point - self.learning_rate * estimate):
             self._local = estimate
+
+    @property
+    def _worker(self) -> int | None:
+        """The client that goes on alone after the present step."""
+        routine = self.local_routine
+        if routine is None or routine.local_steps == 1:
+            return None
+        return routine.worker_in_turn(self._place[0] + 1, self.num_clients)
 
     def _is_finite(self, point: Tensor) -> bool:
         """Check a model; a run that has diverged ends at the last model that was finite."""
@@ -280,92 +323,124 @@ class SynchronousServer(AbstractServer):
             self._point, self._local = point, None
 
     def _release(self, query: Query) -> Release:
-        """Return the noised sum over all clients, added up in their order."""
-        total = torch.zeros_like(self._answers[0])
-        for client in range(self.num_clients):
-            total = total + self._answers[client]
+        """Return the noised sum over all clients that have answered."""
         if self.noise == "server":
             source = noise_source(self.seed, self._place[0])
-            received = BoundedSum.received(total, query)
+            received = BoundedSum.received(self._total, query)
             return add_noise(received, query.noise_multiplier, source, World())
         each = query.noise_multiplier * query.clip_norm if query.noise_multiplier else 0.0
-        return Release.received(total, each * math.sqrt(self.num_clients))
+        return Release.received(self._total, each * math.sqrt(len(self._answered)))
+
+    def _end_query(self) -> None:
+        """Go on with the answers that have come."""
+        assert self._query is not None
+        self._missed = set(range(self.num_clients)) - self._answered
+        self._tell(self._release(self._query))
+        self._ask()
 
     # -- messages ----------------------------------------------------------------------------
 
     def request(self, client: int) -> bytes | None:
         if not self._is_asked(client):
             return None
-        step, part = self._place
-        facts: dict[str, Any] = {"run": self.run, "round": step, "part": part}
+        if self._encoded[0] != self.stage:  # the same bytes for all who are asked
+            self._encoded = self.stage, self._request().to_bytes()
+        return self._encoded[1]
+
+    def _request(self) -> Message:
+        facts: dict[str, Any] = {"run": self.run, **dict(zip(_PLACE, self._place, strict=True))}
         if self._local is not None:
-            return Message(_LOCAL, facts, {"x": self._point, "v": self._local}).to_bytes()
+            return Message(_LOCAL, facts, {"x": self._point, "v": self._local})
         assert self._query is not None
-        return _query_message(self._query, self._point, {**facts, "noise": self.noise}).to_bytes()
+        return _query_message(self._query, self._point, {**facts, "noise": self.noise})
 
     def _is_asked(self, client: int) -> bool:
         """Return True if an answer of this client is missing now."""
-        if self._reason:
+        if self._reason or client in self._left:
             return False
         if self._local is None:
-            return self._query is not None and client not in self._answers
-        assert self.local_routine is not None
-        return client == self.local_routine.worker_in_turn(self._place[0] + 1, self.num_clients)
+            return client not in self._answered | self._missed
+        return client == self._worker
 
     def receive(self, client: int, reply: bytes) -> bool:
-        message = read_reply(client, self.num_clients, reply, _FORMS)
+        message = self._read(client, reply, _PLACE, _VECTORS)
         place = (message["round"], message["part"])
-        if self._reason or place < self._place:
+        if self._reason or place < self._place or client in self._left:
             return False  # it came late
-        has_answered = client in self._answers or self._local is not None
+        has_answered = client in self._answered or self._local is not None
         if place == self._place and message.kind == _ANSWER and has_answered:
             return False  # it came twice
         if place != self._place or not self._is_asked(client):
             raise MessageError(f"Client {client} answers for {place}, which was not asked of it.")
         if message.kind == REFUSED:
-            self._reason = f"client {client} has no budget left"
+            self._left.add(client)
+            if self._local is not None:
+                self.leave_out()
+            self._reason = self._reason or self._end_of_budgets()
         elif (message.kind == _WALKED) != (self._local is not None):
             raise MessageError(f"Client {client} sent {message.kind!r}, which was not asked of it.")
         elif message.kind == _WALKED:
-            self._move_to(message.reals("x", len(self._point), self._point.dtype))
+            x = message.reals("x", len(self._point), self._point.dtype)
+            if not float((x - self._point).double().norm()) <= self._largest_walk():
+                raise MessageError("x is farther away than the plan's local routine goes.")
+            self._move_to(x)
             self._ask()
         else:
             assert self._query is not None
             size = self._query.size(len(self._point))
-            self._answers[client] = message.reals("sum", size, self._point.dtype)
-            if len(self._answers) == self.num_clients:
-                released, self._answers = self._release(self._query), {}
-                self._tell(released)
-                self._ask()
+            answer = message.reals("sum", size, self._point.dtype, self._largest(self._query))
+            self._total = self._total + answer
+            self._answered.add(client)
+        if self._local is None and self._answered and not self.awaited:
+            self.leave_out()
         return True
+
+    def _largest(self, query: Query) -> float:
+        """Return the largest norm of an honest answer; of one without noise, with certainty."""
+        count, size = self.num_records, query.size(len(self._point))
+        if self.noise == "server":
+            return norm_bound(query.clip_norm, 0.0, count, size, count)
+        batch = self.plan.rate(self._place[0]) * count
+        return norm_bound(query.clip_norm, query.noise_multiplier, batch, size, count)
+
+    def _largest_walk(self) -> float:
+        """Return the farthest that an honest local routine goes, over at least one record.
+
+        ‖x_k - x_(k-1)‖ = η ‖v_k‖, and v grows by a noised mean of clip norm C3 ‖x_(k-1) - x_(k-2)‖.
+        """
+        routine, v = self.local_routine, self._local
+        assert routine is not None and v is not None
+        q, z, draws = routine.sample_rate, routine.noise_multiplier, routine.local_steps
+        mean = norm_bound(routine.diff_norm, z, 1.0, len(v), 1.0, draws) / q
+        slope = float(v.double().norm())
+        far = step = routine.learning_rate * slope
+        for _ in range(1, routine.local_steps):
+            slope += mean * step
+            step = routine.learning_rate * slope
+            far += step
+        return 1.001 * far
 
     def state_dict(self) -> State:
         return {
-            "configuration": described(self._configuration),
-            "point": self._point.clone(),
+            **super().state_dict(),
             "step": self._place[0],
             "part": self._place[1],
             "reason": self._reason,
+            "missed": sorted(self._missed),
             "estimator": self._driver.state,
             "local": self._local,
         }
 
     def load_state_dict(self, state: State) -> None:
-        check_same(state["configuration"], self._configuration)
-        self._point, self._local = state["point"].clone(), state["local"]
+        super().load_state_dict(state)
+        self._local = state["local"]
         step, part = self._place = int(state["step"]), int(state["part"])
         # Where a worker goes on alone, the step's queries have all been answered.
         following = (step, part) if self._local is None else (step + 1, 0)
         self._driver = Driver(self.plan.estimator, state["estimator"], *following)
-        self._reason = str(state["reason"])
-        self._query, self._answers = None, {}
+        self._reason, self._query, self._encoded = str(state["reason"]), None, ((), b"")
         self._ask()
-
-    @property
-    def _configuration(self) -> dict[str, object]:
-        names = ("run", "plan", "rounds", "num_clients", "num_records", "learning_rate", "noise")
-        parts = {name: getattr(self, name) for name in (*names, "local_routine")}
-        return {**parts, "size": len(self.start)}
+        self._missed = set(state.get("missed", ()))
 
 
 def _check_plan(plan: NoisePlan, noise: str) -> None:
@@ -430,21 +505,19 @@ class QueryClient(Client):
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        check_records(self.records)
         normalise(self, flag, "trusts_server")
         _check_plan(self.plan, "server" if self.trusts_server else "client")
         normalise(self, whole, "rounds", "num_clients")
         self.client = whole("client", self.client, 0, self.num_clients - 1)
-        normalise(self, optional(seed), "seed")
+        budget = (self.target_epsilon, self.target_delta, self.relation)
+        # A step has two rounds in the ledger: 2 t, where all clients are asked, and 2 t + 1, where
+        # one goes on alone. Both may be asked for again.
+        self._declare(2 * self.rounds, budget, self.seed, retain=2)
         if self.local_routine is not None and self.records.unit != "record":
             raise ValueError(
                 f"unit={self.records.unit!r}: the local routine is private for records."
             )
         check_engine(self.records, self.plan.estimator)
-        budget = (self.target_epsilon, self.target_delta, self.relation)
-        # A step has two rounds in the ledger: 2 t, where all clients are asked, and 2 t + 1, where
-        # one goes on alone. Both may be asked for again.
-        self._declare(2 * self.rounds, budget, self.seed, retain=2)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -538,15 +611,9 @@ def _next(routine: BVRLSGD, state: State) -> Query | None:
 
 def _query_message(query: Query, here: Tensor, facts: dict[str, Any]) -> Message:
     """Return a query as a message; ``here`` stands for the present parameters."""
-    tensors: dict[str, Tensor] = {}
-    weights: dict[str, float] = {}
-    for number, term in enumerate(query.terms):
-        weights[f"weight{number}"] = float(term.weight)
-        tensors[f"point{number}"] = here if term.point is None else term.point
-        if term.direction is not None:
-            tensors[f"direction{number}"] = term.direction
-    if query.coordinates is not None:
-        tensors["coordinates"] = query.coordinates
+    named = parts(at_point(query, here))
+    tensors = {name: part for name, part in named.items() if isinstance(part, Tensor)}
+    weights = {name: part for name, part in named.items() if isinstance(part, float)}
     numbers = {"clip_norm": query.clip_norm, "noise_multiplier": query.noise_multiplier}
     return Message(_QUERY, {**facts, **weights, **numbers}, tensors)
 

@@ -12,8 +12,9 @@ from lightning_dp.federated import (
     AsyncServer,
     ClientPrivacy,
     PolynomialSizes,
+    Quorum,
 )
-from lightning_dp.federated.asynchronous import ConstantSteps, InverseSteps, rounds_for
+from lightning_dp.federated.asynchronous import InverseSteps, rounds_for
 from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
 from lightning_dp.federated.ledger import ReleaseLedger, Spending
 from lightning_dp.federated.synchronous import BVRLSGD, QueryClient, SynchronousServer
@@ -24,7 +25,7 @@ SIZES = PolynomialSizes(a=0, b=16)
 NOISE_PLAN = NoisePlan(1.0, Constant(), Poisson(), 0.5)
 
 
-ASYNC_PLAN = AsyncPlan(2, PolynomialSizes(a=0, b=4), ConstantSteps(0.1))
+ASYNC_PLAN = AsyncPlan(2, PolynomialSizes(a=0, b=4), InverseSteps(0.1))
 
 
 LEDGER = ReleaseLedger("/nowhere", "ten records")
@@ -48,18 +49,31 @@ FEDERATED = [
         privacy=ClientPrivacy(1.0, 1.0, target_epsilon=3.0),
     ),
     door(PolynomialSizes, a=1.0, b=16.0, c=0.5, first=1),
-    door(ConstantSteps, eta0=0.1),
     door(InverseSteps, eta0=0.1, beta=0.01),
     door(rounds_for, gradients=100.0, sizes=SIZES),
-    door(AsyncPlan, rounds=3, lag=1, keep=2, mask_seed=1, sizes=SIZES, steps=ConstantSteps(0.1)),
+    door(
+        AsyncPlan,
+        rounds=3,
+        lag=1,
+        keep=2,
+        mask_seed=1,
+        max_grad_norm=1.0,
+        noise_multiplier=2.0,
+        share=1.0,
+        sizes=SIZES,
+        steps=InverseSteps(0.1),
+    ),
     door(
         CubicNewtonPlan,
         clients=3,
         rounds=10,
         step_scale=1.0,
         whole_steps=False,
+        noise_multiplier=1.0,
+        min_batch_size=5.0,
         newton=CubicNewton(1.0, 0.0, inner_steps=2),
     ),
+    door(Quorum, clients=2, wait=60.0, tries=3, patience=90.0),
     door(
         BVRLSGD,
         learning_rate=0.1,

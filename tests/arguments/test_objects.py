@@ -16,12 +16,12 @@ from lightning_dp.accounting import (
 )
 from lightning_dp.audit import check_isolation
 from lightning_dp.federated import AsyncClient, AsyncPlan, AsyncServer, PolynomialSizes
-from lightning_dp.federated.asynchronous import ConstantSteps
+from lightning_dp.federated.asynchronous import InverseSteps
 from lightning_dp.plan import learning_rate, plan_training
 from lightning_dp.schedules import DynamicGD, DynamicMomentum
 
 STEPS = [(Gaussian(3.0), 10)]
-PLAN = AsyncPlan(2, PolynomialSizes(a=0, b=4), ConstantSteps(0.1))
+PLAN = AsyncPlan(2, PolynomialSizes(a=0, b=4), InverseSteps(0.1))
 BUDGET = {"target_epsilon": 3.0, "target_delta": 1e-5}
 
 CASES: list[tuple[str, Callable[..., Any]]] = [

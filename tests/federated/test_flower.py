@@ -10,6 +10,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +45,22 @@ from lightning_dp.federated import (
     ClientPrivacy,
     PolynomialSizes,
 )
-from lightning_dp.federated.asynchronous import ConstantSteps
-from lightning_dp.federated.flower import client_app, server_app
-from lightning_dp.federated.flower.exchange import Exchange, pack, payload_of
-from lightning_dp.federated.flower.server import Logbook
+from lightning_dp.federated.asynchronous import InverseSteps
+from lightning_dp.federated.flower import (
+    Exchange,
+    Logbook,
+    client_app,
+    pack,
+    payload_of,
+    server_app,
+)
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.federated.protocol import Message as Content
+from lightning_dp.federated.protocol import Quorum
 from tests.federated.zoo import (
     CLIENTS,
     DELTA,
+    EVERYBODY,
     FEDERATIONS,
     ROUNDS,
     SEED,
@@ -93,7 +101,7 @@ def client_of(federation: Federation, folder: Path, records=LogCosh, **settings:
 
 
 def server_of(make: Callable[[str, Tensor], Any], place: Path, **changes: Any) -> Any:
-    settings = {"num_clients": CLIENTS, "poll_interval": 0.001, "patience": 20.0, **changes}
+    settings = {"num_clients": CLIENTS, "poll_interval": 0.001, **changes}
     start = settings.pop("start", START)
     return server_app(
         lambda context: Weights(start),
@@ -107,7 +115,8 @@ def run(
     settings: Any = None, **changes: Any,
 ) -> None:  # fmt: skip
     client = client_of(federation, place, records, **(settings or {}))
-    server = server_of(federation.server, place, **changes)
+    quorum = changes.pop("quorum", EVERYBODY)
+    server = server_of(lambda run, x: federation.server(run, x, quorum), place, **changes)
     LoopbackGrid(client, CLIENTS, faults, seed=seed).start(server)
 
 
@@ -171,7 +180,9 @@ def test_a_budget_holds_over_federations_and_the_run_ends(tmp_path):
     for _ in range(2):  # of the second run nothing is left
         run(tmp_path, settings={"target_epsilon": target})
         assert history(tmp_path / "ledgers", "client-0") == SGD.events(0)[:4]
-        assert summary(tmp_path)["ended"] == "no client has budget left"
+        assert (
+            summary(tmp_path)["ended"] == "0 of the clients have budget left, and a round needs 3"
+        )
 
 
 def test_a_server_that_died_goes_on_and_nothing_is_charged_twice(tmp_path, monkeypatch):
@@ -210,16 +221,11 @@ def test_an_exception_at_a_client_tells_the_server_nothing(tmp_path, log):
     assert "HIV" in str(log("could not answer")[0].exc_info[1])
 
 
-def test_a_client_that_never_answers_ends_the_run_with_its_name(tmp_path):
-    with pytest.raises(RuntimeError, match=r"used for 0\.2 s.*\{'Client [0-2]': 'error 4"):
-        run(tmp_path, faults=Faults(lost=1.0), patience=0.2)
-
-
 def test_files_are_on_disk_before_they_take_the_place_of_old_ones(tmp_path, monkeypatch):
     calls, replace = [], os.replace
     monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append("fsync"))
     monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("replace"), replace(*paths)))
-    Logbook(tmp_path).close(1, "it was enough")
+    Logbook(tmp_path).close(SGD.begin(), "it was enough")
     assert calls == ["fsync", "replace", "fsync"]
 
 
@@ -252,8 +258,8 @@ class Node:
         if message.metadata.message_type == "query":
             return pack(b"", facts)
         request = Content.from_bytes(payload_of(message))
-        numbers = {"round": request["round"], "counter": request["counter"]}
-        update = Content("update", numbers, {"update": value(client, request["round"])})
+        i = request["round"]
+        update = Content("update", {"round": i}, {"update": value(client, i)})
         return pack(update.to_bytes(), facts)
 
     def __call__(self, message: Message, context: Context) -> Message:
@@ -268,12 +274,15 @@ class Node:
 
 
 def serve(folder: Path, rounds: int, client: Any, **changes: Any) -> LoopbackGrid:
-    plan = AsyncPlan(rounds, PolynomialSizes(a=0, b=8), ConstantSteps(0.5))
+    limits = changes.pop("limits", {})
+    plan = AsyncPlan(rounds, PolynomialSizes(a=0, b=8), InverseSteps(0.5), **limits)
     grid = changes.pop("grid", LoopbackGrid)(client, changes.pop("nodes", CLIENTS))
-    count = changes.get("num_clients", CLIENTS)
-    grid.start(
-        server_of(lambda run, x: AsyncServer(run, plan, x, count), folder, start=WIDE, **changes)
-    )
+    count, quorum = changes.get("num_clients", CLIENTS), changes.pop("quorum", EVERYBODY)
+
+    def server(run: str, x: Tensor) -> AsyncServer:
+        return AsyncServer(run, plan, x, count, quorum)
+
+    grid.start(server_of(server, folder, start=WIDE, **changes))
     return grid
 
 
@@ -405,7 +414,7 @@ def test_a_message_that_flower_cannot_read_is_asked_again(tmp_path):
 
 def test_an_answer_in_another_nodes_name_is_dropped(tmp_path):
     def forged(message: Message, good: RecordDict) -> Message:
-        update = Content("update", {"round": 0, "counter": 0}, {"update": value(9, 9)})
+        update = Content("update", {"round": 0}, {"update": value(9, 9)})
         reply = Message(pack(update.to_bytes(), {**good["facts"]}), reply_to=message)
         vars(reply.metadata)["_src_node_id"] = 100
         return reply
@@ -416,31 +425,150 @@ def test_an_answer_in_another_nodes_name_is_dropped(tmp_path):
     torch.testing.assert_close(model(tmp_path), end_of(3))
 
 
-@pytest.mark.parametrize("way", ["lost", "stale", "error", "nonsense"])
-def test_patience_is_not_renewed_by_a_client_that_answers_without_getting_on(tmp_path, way):
-    class Always(Node):
-        def __call__(self, message: Message, context: Context) -> Message:
-            good = Message(self.answer(message, context), reply_to=message)
-            if context.node_id != 101 or message.metadata.message_type == "query":
-                return good
-            i = Content.from_bytes(payload_of(message))["round"]
-            if i == 0:
-                return good
-            if way == "error":
-                return error(2, "no")(message, good.content)
-            stale = {"round": i - 1, "counter": i - 1}
-            content = {
-                "lost": Content("lost", {"round": i}),
-                "stale": Content("update", stale, {"update": value(1, i - 1)}),
-                "nonsense": Content("nonsense", {"round": i}),
-            }[way]
-            return Message(pack(content.to_bytes(), {"client": 1}), reply_to=message)
+# -- a quorum ----------------------------------------------------------------------------------
 
-    with pytest.raises(RuntimeError, match=r"No reply could be used for 0\.3 s"):
-        serve(tmp_path, 4, Always(), patience=0.3)
-    assert summary(tmp_path)["rounds"] == 1
-    assert (tmp_path / "server" / "server.pt").exists()
-    assert not (tmp_path / "server" / "model.pt").exists()
+HASTY = Quorum(clients=2, wait=0.5, tries=2, patience=0.5)
+
+
+def without_client_1(rounds: int, since: int) -> Tensor:
+    x = WIDE
+    for i in range(rounds):
+        x = x - 0.5 * sum(value(c, i) for c in range(CLIENTS) if c != 1 or i < since)
+    return x
+
+
+def useless(way: str) -> Callable[[Message, Context], Message]:
+    """Client 1 is of no use from round 1 on."""
+
+    def answer(message: Message, context: Context) -> Message:
+        good = Message(Node().answer(message, context), reply_to=message)
+        if context.node_id != 101 or message.metadata.message_type == "query":
+            return good
+        i = Content.from_bytes(payload_of(message))["round"]
+        if i == 0:
+            return good
+        if way.startswith("error"):
+            return error(int(way[-1]), "no")(message, good.content)
+        content = {
+            "too late": Content("update", {"round": i - 1}, {"update": value(1, i - 1)}),
+            "another protocol": Content("nonsense", {"round": i}),
+            "longer than": Content("update", {"round": i}, {"update": value(1, i) + 1e6}),
+        }[way]
+        return Message(pack(content.to_bytes(), {"client": 1}), reply_to=message)
+
+    return answer
+
+
+USELESS = ["too late", "another protocol", "longer than", "error 2", "error 4"]
+LIMITS = {"max_grad_norm": 1.0, "noise_multiplier": 2.0}
+
+
+@pytest.mark.parametrize("way", USELESS)
+def test_a_round_goes_on_without_a_client_that_is_of_no_use(tmp_path, way, log):
+    """A line a round names it, and what it did."""
+    begin = time.perf_counter()
+    serve(tmp_path, 5, useless(way), quorum=HASTY, limits=LIMITS)
+    assert time.perf_counter() - begin < 10
+    torch.testing.assert_close(model(tmp_path), without_client_1(5, since=1))
+    found = summary(tmp_path)
+    assert (found["rounds"], found["left out"]) == (5, 4)
+    lines = [each.getMessage() for each in log("goes on without client 1")]
+    assert [line.split()[1] for line in lines] == ["1", "2", "3", "4"]
+    assert all(way in line for line in lines)
+
+
+@pytest.mark.parametrize("way", USELESS)
+def test_patience_is_not_renewed_by_a_client_that_is_of_no_use(tmp_path, way, log):
+    everybody = replace(EVERYBODY, patience=0.3)
+    serve(tmp_path, 4, useless(way), quorum=everybody, limits=LIMITS)
+    (line,) = log("no reply could be used for 0.3 s, and round 1 lacks its quorum")
+    assert "'Client 1': " in line.getMessage() and way in line.getMessage()
+    assert summary(tmp_path)["rounds"] == 1 and "no quorum" in summary(tmp_path)["ended"]
+    assert (tmp_path / "server" / "server.pt").exists()  # to go on with
+
+
+def test_a_client_that_comes_late_takes_part_from_then_on(tmp_path, log):
+    grid = LoopbackGrid(Node(), CLIENTS)
+    late, look = grid._nodes.pop(101), LoopbackGrid.get_node_ids
+    quorum = Quorum(clients=2, wait=0.2)
+
+    def server(run: str, x: Tensor) -> AsyncServer:
+        plan = AsyncPlan(40, PolynomialSizes(a=0, b=8), InverseSteps(0.5))
+        machine = AsyncServer(run, plan, x, CLIENTS, quorum)
+        receive = machine.receive
+
+        def admit(client: int, reply: bytes) -> bool:
+            if machine.round == 3:
+                grid._nodes[101] = late
+            return receive(client, reply)
+
+        machine.receive = admit
+        return machine
+
+    grid.start(server_of(server, tmp_path, start=WIDE))
+    missed = len(log("goes on without client 1: it has not replied"))
+    assert 4 <= missed < 40 and look(grid)
+    x = without_client_1(40, since=0)
+    for i in range(missed, 40):
+        x = x - 0.5 * value(1, i)
+    torch.testing.assert_close(model(tmp_path), x)
+
+
+def test_a_run_without_its_quorum_ends_with_its_model_and_is_gone_on_with(tmp_path, caplog):
+    """Its clients have paid for the rounds that are in the model, and pay for each once."""
+    client, quorum = client_of(SGD, tmp_path), replace(HASTY, wait=5.0)
+
+    class Leaving(LoopbackGrid):
+        def push_messages(self, messages):
+            if len(self._nodes) == CLIENTS and history_length(tmp_path) >= 2 * CLIENTS:
+                del self._nodes[101], self._nodes[102]
+            return super().push_messages(messages)
+
+    for kind in (Leaving, LoopbackGrid):
+        server = server_of(lambda run, x: SGD.server(run, x, quorum), tmp_path)
+        kind(client, CLIENTS).start(server)
+        if kind is Leaving:
+            found = summary(tmp_path)
+            assert found["rounds"] == 2 and "no quorum; a new run in this folder" in found["ended"]
+            assert float((model(tmp_path) - START).norm()) > 0.01
+            assert "Clients without a SuperNode: [1, 2]" in caplog.text
+    check_end(tmp_path)
+
+
+def history_length(folder: Path) -> int:
+    return sum(len(history(folder / "ledgers", f"client-{c}")) for c in range(CLIENTS))
+
+
+def test_a_client_answers_the_runs_on_its_list_only(tmp_path, log):
+    plan = AsyncPlan(2, PolynomialSizes(0, 3), InverseSteps(0.1), noise_multiplier=2.0)
+
+    def protocol(context: Context, run: str, data: Any, ledger: Any) -> AsyncClient:
+        privacy = ClientPrivacy(1.0, 2.0, target_epsilon=math.inf)
+        return AsyncClient(data, plan, privacy, ledger, run=run)
+
+    client = client_app(
+        *(lambda context: LogCosh(), protocol, tmp_path / "ledgers"), runs=["diabetes 2026"]
+    )
+    for name, folder in ((None, "other"), ("diabetes 2026", "wanted")):
+        server = server_app(
+            lambda context: Weights(),
+            lambda context, run, x: AsyncServer(run, plan, x, 1, Quorum(patience=0.3)),
+            **{"num_clients": 1, "poll_interval": 0.001, "name": name},
+            folder=tmp_path / folder / "server",
+        )
+        LoopbackGrid(client, 1).start(server)
+        assert len(history(tmp_path / "ledgers", "client-0")) == (name is not None)
+    assert log("this run is not in the list of those that it answers")
+    told = summary(tmp_path / "wanted")["clients"]["0"]
+    assert told["epsilon"] == told["epsilon_of_plan"] > 0
+
+
+def test_a_claim_that_falls_is_logged(tmp_path, log):
+    book = Logbook(tmp_path)
+    for epsilon in (0.5, 0.5, 0.7, math.inf, 0.2):
+        book.add_client(1, {"epsilon": epsilon}, 1)
+    (line,) = log("claims epsilon")
+    assert line.getMessage().startswith("Client 1 claims epsilon 0.2 after inf")
 
 
 # -- whose number it is ------------------------------------------------------------------------
@@ -460,10 +588,10 @@ def test_a_number_that_is_taken_is_not_given_away(tmp_path, log):
             content["facts"]["client"] = 0
         return Message(content, reply_to=message)
 
-    with pytest.raises(RuntimeError, match=r"without a SuperNode: \[2\].*Node 102.*client 0"):
-        serve(tmp_path, 3, app, patience=0.3)
+    serve(tmp_path, 3, app, quorum=replace(EVERYBODY, patience=0.3))
+    assert log("without a SuperNode: [2]") and log("'Node 102': 'it names itself client 0")
     assert asked == {100, 101}
-    assert len(log("itself client 0")) == 1 and log("itself client 0")[0].args[0] == "Node 102"
+    assert [each.args[0] for each in log("itself client 0") if each.args[0] != 0.3] == ["Node 102"]
 
 
 def test_a_node_of_another_federation_is_refused_with_the_cure(tmp_path, log):
@@ -477,7 +605,7 @@ def test_a_node_of_another_federation_is_refused_with_the_cure(tmp_path, log):
 def test_a_node_that_comes_back_with_a_new_id_takes_its_number_when_the_old_one_has_left():
     """As a SuperNode does that was killed: Flower still lists the old node for a while."""
     grid = LoopbackGrid(Node(), 1)
-    exchange = Exchange(grid, 1, run="trial", ttl=60.0, poll_interval=0.0)
+    exchange = Exchange(grid, 1, "trial", "", ttl=60.0, poll_interval=0.0)
     old = grid._nodes[100]
 
     def look(until: Callable[[], bool]) -> None:
@@ -500,7 +628,7 @@ def test_a_node_that_comes_back_with_a_new_id_takes_its_number_when_the_old_one_
 # -- arguments, folders, modules ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["ttl", "poll_interval", "patience"])
+@pytest.mark.parametrize("name", ["ttl", "poll_interval"])
 @pytest.mark.parametrize("bad", [0, -1.0, math.nan])
 def test_numbers_out_of_range_are_named(tmp_path, name, bad):
     with pytest.raises(ValueError, match=f"{name}="):
@@ -590,7 +718,7 @@ class Body(L.LightningModule):
 
 @pytest.mark.parametrize("is_seeded", [True, False])
 def test_a_module_is_trained_where_its_frozen_layers_are_the_servers(tmp_path, log, is_seeded):
-    plan = AsyncPlan(1, PolynomialSizes(0, 2), ConstantSteps(0.1))
+    plan = AsyncPlan(1, PolynomialSizes(0, 2), InverseSteps(0.1))
     privacy = ClientPrivacy(1.0, 2.0, target_epsilon=math.inf)
 
     def body() -> Body:
@@ -605,18 +733,15 @@ def test_a_module_is_trained_where_its_frozen_layers_are_the_servers(tmp_path, l
     )
     server = server_app(
         lambda context: body(),
-        lambda context, run, start: AsyncServer(run, plan, start, 1),
+        lambda context, run, start: AsyncServer(run, plan, start, 1, Quorum(patience=0.5)),
         num_clients=1,
         folder=tmp_path / "server",
         poll_interval=0.001,
-        patience=1.0 if is_seeded else 0.2,
     )
-    if is_seeded:
-        LoopbackGrid(client, 1).start(server)
-    else:  # refused by name, before a charge
-        with pytest.raises(RuntimeError, match="No reply could be used"):
-            LoopbackGrid(client, 1).start(server)
-        assert log("body.weight, body.bias are not those of the server's module")
+    LoopbackGrid(client, 1).start(server)
+    if not is_seeded:  # refused by name, before a charge
+        text = "body.weight, body.bias are not those of the server's module"
+        assert {each.args[0] for each in log(text)} >= {"Client 0", "Node 100"}  # both say so
     assert len(history(tmp_path / "ledgers", "client-0")) == is_seeded
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_dp.federated import AsyncPlan, AsyncServer, PolynomialSizes
-from lightning_dp.federated.asynchronous import ConstantSteps
+from lightning_dp.federated.asynchronous import InverseSteps
 from lightning_dp.federated.protocol import AbstractServer, Message, MessageError
 from tests.federated.zoo import ROUTINE, SIZE, START, diff2
 
@@ -62,11 +62,9 @@ def vector(seed: int) -> Tensor:
 
 def asynchronous() -> tuple[AbstractServer, Message]:
     """In round 1 of 3, where client 1 may answer and client 0 has."""
-    plan = AsyncPlan(3, PolynomialSizes(a=0, b=8), ConstantSteps(0.5))
+    plan = AsyncPlan(3, PolynomialSizes(a=0, b=8), InverseSteps(0.5))
     server = AsyncServer("trial", plan, START.float(), 3)
-    replies = [
-        Message("update", {"round": i, "counter": 0}, {"update": vector(i).float()}) for i in (0, 1)
-    ]
+    replies = [Message("update", {"round": i}, {"update": vector(i).float()}) for i in (0, 1)]
     for client, i in ((0, 0), (1, 0), (2, 0), (0, 1)):
         server.receive(client, replies[i].to_bytes())
     return server, replies[1]
@@ -84,7 +82,8 @@ def walking() -> tuple[AbstractServer, Message]:
     server, answer = synchronous("client", routine=ROUTINE)
     for client in (1, 2):
         server.receive(client, answer.to_bytes())
-    return server, Message("walked", {"round": 0, "part": 0}, {"x": vector(7).float()})
+    x = server.point + 1e-3 * vector(7).float()
+    return server, Message("walked", {"round": 0, "part": 0}, {"x": x})
 
 
 MACHINES: dict[str, Callable[[], tuple[AbstractServer, Message]]] = {
@@ -107,67 +106,39 @@ def raw(good: Message, header: Any = None, **changes: Any) -> bytes:
 
 
 def bad_replies(good: Message) -> Iterator[Any]:
-    (name,), size, content = good.tensors, SIZE, good.to_bytes()
+    """Headers that no message has; test_outliving.py changes the rest of a message."""
+    content, size, (name,) = good.to_bytes(), SIZE, good.tensors
+    offsets = {"dtype": "F32", "shape": [size], "data_offsets": [0, 4 * size]}
     for fact in good.facts:
-        rest = {k: v for k, v in good.facts.items() if k != fact}
-        yield Message(good.kind, rest, good.tensors).to_bytes()
-        for value in (
-            -1,
-            True,
-            1.0,
-            math.nan,
-            math.inf,
-            "0",
-            "x" * 10**5,
-            2**62,
-            10**400,
-            None,
-            [0],
-        ):
+        for value in (1.0, math.nan, "0", "x" * 10**5, 10**400, None, [0]):
             text = json.dumps([good.kind, {**good.facts, fact: value}])
             metadata = {"__metadata__": {"lightning_dp": text}}
-            offsets = {"dtype": "F32", "shape": [size], "data_offsets": [0, 4 * size]}
             yield raw(good, json.dumps({**metadata, name: offsets}).encode())
-    for facts in ({"more": 1}, {str(i): 0 for i in range(10_000)}):
-        yield Message(good.kind, {**good.facts, **facts}, good.tensors).to_bytes()
-    ones = torch.ones(size)
-    for tensors in (
-        *({}, {"other": ones}, {name: ones, "other": ones}, {name: ones[1:]}, {name: ones[:0]}),
-        *({name: torch.ones(size + 1)}, {name: ones.long()}, {name: ones * math.nan}),
-        {name: torch.tensor([1.0, 1.0, -math.inf, 1.0], dtype=torch.bfloat16)},
-        *({name: ones.double() * 1e39}, {name: ones.double() * -1e300}, {name: ones * 3e38}),
-    ):
-        yield Message(good.kind, good.facts, tensors).to_bytes()
-    for kind in ("answered", "round", "query", "local", "", "x" * 10**5):
-        yield Message(kind, good.facts, good.tensors).to_bytes()
-    for shape in (
-        *([2**62, size], [0, 2**62, 4], [0, 2**70], [2**31, 2**31, 0], [-size], [4.0]),
-        *(
-            [1, size],
-            [size, 1],
-            [[size]],
-            "4",
-            4,
-            {},
-            None,
-            [1] * 1000 + [size],
-            [0] * 9,
-            [],
-            [2, 2],
-        ),
-    ):
+    many = {**good.facts, **{str(i): 0 for i in range(10_000)}}
+    yield Message(good.kind, many, good.tensors).to_bytes()
+    yield Message("x" * 10**5, good.facts, good.tensors).to_bytes()
+    yield Message(good.kind, good.facts, {}).to_bytes()
+    shapes = [
+        [2**62, size],
+        [0, 2**62, 4],
+        [0, 2**70],
+        [2**31, 2**31, 0],
+        [-size],
+        [4.0],
+        [1, size],
+    ]
+    for shape in (*shapes, [size, 1], [[size]], "4", 4, {}, None, [1] * 1000 + [size], [0] * 9, []):
         yield raw(good, shape=shape)
     for dtype in ("C64", "BOOL", "I32", "object", "F32 ", "", None, 4):
         yield raw(good, dtype=dtype)
-    for offsets in ([0, 8], [4, 20], [16, 0], [0, 2**64], [0], None):
-        yield raw(good, data_offsets=offsets)
+    for wrong in ([0, 8], [4, 20], [16, 0], [0, 2**64], [0], None):
+        yield raw(good, data_offsets=wrong)
     for header in (b"", b"[]", b"{}", b"null", b"4", b"[" * 10**5, b'{"a":' * 10**5, b"\xff"):
         yield raw(good, header)
     for facts in ("", "[]", "4", "[1, {}]", '["k", []]', '["k", {"a": {}}]', "[" * 10**5):
         yield raw(good, json.dumps({"__metadata__": {"lightning_dp": facts}}).encode())
     yield raw(good, json.dumps({"__metadata__": {"other": "x"}}).encode())
-    yield from (content[:cut] for cut in range(0, len(content), 7))
-    yield from (content + b"0", content * 2, bytes(len(content)), b"\xff" * 8 + content[8:])
+    yield from (content * 2, bytes(len(content)), b"\xff" * 8 + content[8:])
     yield from (pickle.dumps(good.kind), None, "text", 4, [])
 
 
@@ -192,7 +163,7 @@ def test_a_bad_reply_is_refused_and_changes_nothing(name):
             server.receive(1, reply)
         assert len(str(error.value)) < 500, count
         assert same(before, state(server)), count
-    assert count >= 120
+    assert count >= 60
     for client in (-1, 3, 2**62, True, "1", None, 1.0):
         with pytest.raises(MessageError, match=r"none of the clients 0, \.\.\., 2"):
             server.receive(client, good.to_bytes())

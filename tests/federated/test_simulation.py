@@ -10,7 +10,7 @@ import simulate_async as simulation
 import torch
 
 from lightning_dp.federated import AsyncPlan, AsyncServer, PolynomialSizes
-from lightning_dp.federated.asynchronous import ConstantSteps, rounds_for
+from lightning_dp.federated.asynchronous import InverseSteps, rounds_for
 from lightning_dp.federated.protocol import Message
 
 
@@ -22,7 +22,7 @@ def few_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 def by_events(world, sizes, lag: int, rounds: int) -> float:
     """The server machine, fed in the order of a virtual clock; the time of the last update."""
     n = world.num_clients
-    plan = AsyncPlan(rounds, sizes, ConstantSteps(1e-3), lag=lag)
+    plan = AsyncPlan(rounds, sizes, InverseSteps(1e-3), lag=lag)
     server = AsyncServer("trial", plan, torch.zeros(1), n)
     speeds, events, now = world.speeds(), [], 0.0
     free = world.latencies(0, 0)
@@ -46,7 +46,7 @@ def by_events(world, sizes, lag: int, rounds: int) -> float:
         k = server.round
         held.add((c, i))  # the simulation lets updates of one client overtake each other
         while (c, server.applied[c]) in held:
-            facts = {"round": server.applied[c], "counter": 0}
+            facts = {"round": server.applied[c]}
             server.receive(c, Message("update", facts, {"update": torch.ones(1)}).to_bytes())
         for over in range(k + 1, server.round + 1):
             heard[over] = now + world.latencies(over, 0)

@@ -64,13 +64,14 @@ def client(folder: Path, plan: NoisePlan, data: Any = None, **changes: Any) -> Q
 # -- charges and batches -----------------------------------------------------------------------
 
 
-def test_a_client_without_budget_ends_the_run(tmp_path):
+def test_a_run_whose_quorum_has_no_budget_ends(tmp_path):
     events = [(Gaussian(Z * DIFF2.relative_noise(t)), 1) for t in range(ROUNDS)]
     target = PLDAccountant().epsilon(events[:4], 1e-5) * 1.001
     machine = diff2("server").begin()
     make = diff2("server").clients(tmp_path, target_epsilon=target)
     through_a_bad_network(machine, make, 0)
-    assert machine.round == 4 and "no budget left" in machine.reason
+    assert machine.round == 4
+    assert machine.reason == "2 of the clients have budget left, and a round needs 3"
     assert make(0).epsilon <= target
 
 
@@ -149,6 +150,26 @@ def test_an_error_between_the_queries_of_a_step_costs_no_second_charge(tmp_path,
         server(plan, noise="server")
 
 
+def test_who_missed_the_first_query_of_a_step_is_not_asked_the_others(tmp_path):
+    """It could not answer them on the batch of the first; it is asked again in the next step."""
+    plan, asked = plan_of(Three(), 0.3), set()
+    given = {"rounds": 2, "num_clients": 3, "num_records": 3 * RECORDS}
+    machine, clients = server(plan, **given), [client(tmp_path / f"{c}", plan) for c in range(3)]
+    while not machine.is_done:
+        stage = machine.stage
+        for c in sorted(machine.awaited - ({2} if stage == (0, 0, False) else set())):
+            asked.add((c, *stage[:2]))
+            assert machine.receive(c, clients[c].answer(machine.request(c)))
+        if machine.stage == stage:
+            assert machine.leave_out() == {2}
+            restored = server(plan, **given)
+            restored.load_state_dict(machine.state_dict())
+            assert restored.awaited == machine.awaited == {0, 1}
+    everything = {(c, step, part) for c in range(3) for step in range(2) for part in range(3)}
+    assert everything - asked == {(2, 0, part) for part in range(3)}
+    assert [sum(n for _, n in history(tmp_path / f"{c}")) for c in range(3)] == [2, 2, 1]
+
+
 def test_where_nothing_moves_nothing_is_asked_of_a_worker():
     assert ROUTINE.ask(ROUTINE.start(START, START * 0)) is None
 
@@ -169,8 +190,8 @@ def test_a_worker_goes_on_alone_in_its_turn_from_a_step_that_can_be_clipped(tmp_
         (0, START + 1, "not this client's turn"),
         (1, START * 1e-37, "too short or too long"),
         (1, START * 1e37, "too short or too long"),
-        (1, START[:-1], "v 3 of"),
-        (1, START.float(), "float32"),
+        (1, START[:-1], r"v: \(3,\) of"),
+        (1, START.float(), "v: .*float32"),
     ):
         with pytest.raises(MessageError, match=match):
             walk(c, v)
@@ -224,13 +245,16 @@ def test_only_the_worker_in_turn_goes_on_alone():
         with pytest.raises(MessageError, match="was not asked of it"):
             machine.receive(c, reply)
     assert machine.receive(1, message("answer", "sum")) is False  # as if it came twice
-    assert machine.receive(1, message("walked", "x", START + 7)) is True
-    assert torch.equal(machine.point, START + 7)
+    with pytest.raises(MessageError, match="farther away than the plan's local routine"):
+        machine.receive(1, message("walked", "x", START + 7))
+    near = machine.point + 1e-3
+    assert machine.receive(1, message("walked", "x", near)) is True
+    assert torch.equal(machine.point, near)
 
 
 def test_a_run_that_diverges_ends_at_its_last_finite_model():
     """The answer is finite, and the step is not."""
-    machine = server(plan_of(MeanGradient(1.0), z=0.0), START.float(), learning_rate=1e38)
+    machine = server(plan_of(MeanGradient(1e18), z=0.0), START.float(), learning_rate=1e38)
     machine.receive(0, message("answer", "sum", torch.full((SIZE,), 1e18)))
     assert machine.is_done and "no longer finite" in machine.reason
     assert torch.equal(machine.point, START.float())
@@ -364,7 +388,7 @@ ONE = torch.ones(SIZE)
     ("name", "number", "facts", "tensors", "match"),
     [
         ("mean", 0, {"clip_norm": 0.70001}, {}, r"clip_norm=0\.70001 at step 0.*0\.7"),
-        ("mean", 0, {"weight0": 0.5}, {}, r"weights \[0\.5\] at step 0.*\[1\.0\]"),
+        ("mean", 0, {"weight0": 0.5}, {}, "weight0 of step 0"),
         ("mean", 0, {"noise_multiplier": 2.001}, {}, r"noise_multiplier=2\.001 at step 0.*2\.0"),
         ("mean", 0, {"noise_multiplier": 1.99}, {}, r"noise_multiplier=1\.99 at step 0, below"),
         ("mean", 0, {"noise_multiplier": math.nan}, {}, "cannot be asked"),
@@ -373,9 +397,9 @@ ONE = torch.ones(SIZE)
         ("mean", 0, {"noise": "nobody"}, {}, "noise='nobody'"),
         ("mean", 0, {"part": 1}, {}, "Part 1 of step 0"),
         ("mean", 0, {"run": "other"}, {}, "run 'trial'"),
-        ("diff2", 1, {"weight1": -0.5}, {}, r"\[1\.0, -0\.5\] at step 1.*\[1\.0, -1\.0\]"),
+        ("diff2", 1, {"weight1": -0.5}, {}, "weight1 of step 1"),
         ("diff2", 1, {}, {"point0": ONE, "point1": ONE}, "asks nothing about these points"),
-        ("storm", 1, {"weight1": -1.0}, {}, r"-1\.0\] at step 1"),
+        ("storm", 1, {"weight1": -1.0}, {}, "weight1 of step 1"),
         ("newton", 0, {}, {"coordinates": torch.tensor([0])}, "oordinates"),
         ("newton", 0, {}, {"coordinates": torch.tensor([9])}, "Coordinate 9 of 4"),
         ("newton", 0, {}, {"direction0": ONE}, "direction0"),

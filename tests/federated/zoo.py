@@ -25,10 +25,10 @@ from lightning_dp.federated import (
     PolynomialSizes,
 )
 from lightning_dp.federated.asynchronous import InverseSteps
-from lightning_dp.federated.client import noise_source
+from lightning_dp.federated.client import Client, noise_source
 from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
 from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.federated.protocol import AbstractClient, AbstractServer, Message
+from lightning_dp.federated.protocol import AbstractServer, Message, Quorum
 from lightning_dp.federated.synchronous import BVRLSGD, QueryClient, SynchronousServer
 from lightning_dp.functional import shared_mask
 from lightning_dp.gradients.parameter_sum import MaterialisedGradients
@@ -36,6 +36,7 @@ from lightning_dp.noise_plan import NoisePlan
 
 SIZE, CLIENTS, RECORDS, ROUNDS = 4, 3, 30, 6
 Z, RATE, DELTA, SEED = 2.0, 0.2, 1e-5, 50
+EVERYBODY = Quorum(CLIENTS, tries=10**6, patience=20.0)
 START = torch.linspace(-0.5, 0.5, SIZE, dtype=torch.float64)
 
 
@@ -53,6 +54,10 @@ class LogCosh:
     @property
     def num_records(self) -> int:
         return len(self.y)
+
+    def check_point(self, point: Tensor) -> None:
+        if point.shape != (SIZE,) or point.dtype != torch.float64:
+            raise ValueError(f"{tuple(point.shape)} of {point.dtype} was sent.")
 
     def rows(self, point: Tensor, direction: Tensor | None = None, records: Any = None) -> Tensor:
         """Each record's gradient, or its Hessian times the direction."""
@@ -77,7 +82,7 @@ def summed(rows: Tensor, query: Query) -> BoundedSum:
 
 def through_a_bad_network(
     server: AbstractServer,
-    make_client: Callable[[int], AbstractClient],
+    make_client: Callable[[int], Client],
     seed: int,
     *,
     look: Callable[[], None] = lambda: None,
@@ -173,13 +178,13 @@ class Protocol:
         events: how many a round costs one record.
     """
 
-    client: Callable[..., AbstractClient]
+    client: Callable[..., Client]
     kind: str
     points: tuple[str, ...]
     facts: dict[str, Any]
     events: int = 1
 
-    def make(self, records: Any, folder: Path, **changes: Any) -> AbstractClient:
+    def make(self, records: Any, folder: Path, **changes: Any) -> Client:
         """A new process of the client whose ledger is in the folder."""
         settings = {"run": "trial", "seed": None, "target_epsilon": math.inf, "target_delta": DELTA}
         return self.client(records, ReleaseLedger(folder, "data"), **{**settings, **changes})
@@ -191,10 +196,10 @@ class Protocol:
 
 _ASKED = {"noise": "client", "weight0": 1.0, "clip_norm": 0.7, "noise_multiplier": Z}
 PROTOCOLS = {
-    "sgd": Protocol(sgd, "round", ("model",), {"counter": 0}),
+    "sgd": Protocol(sgd, "round", ("model",), {}),
     "queries": Protocol(queries, "query", ("point0",), {"part": 0, **_ASKED}),
     "walks": Protocol(walks, "local", ("x", "v"), {"part": 0}, 2),
-    "newton": Protocol(newton, "round", ("model",), {"counter": 0}),
+    "newton": Protocol(newton, "round", ("model",), {}),
 }
 
 
@@ -204,6 +209,13 @@ PROTOCOLS = {
 def batch(c: int, i: int, rate: float) -> list[int]:
     """The batch of client c in the ledger's round i."""
     return Poisson().draw(RECORDS, rate, random_generator(SEED + c, 1, i)).tolist()
+
+
+IsThere = Callable[[int, int], bool]  # of a client and a round
+
+
+def always(c: int, i: int) -> bool:
+    return True
 
 
 def noised(total: Tensor, std: float, source: Any) -> Tensor:
@@ -216,25 +228,25 @@ class Federation:
     """Server and clients of a run, what each client is charged, and the model at its end.
 
     Args:
-        server: with the name of the run.
+        server: with the name of the run, the first model and the quorum.
         client: with records, number, ledger and further settings: run, seed, budget.
         events: of client c, over the whole run.
-        twin: the end of the run as a loop over rounds, clients and records.
+        twin: the end of the run as a loop over rounds, clients and records, of those who are there.
     """
 
-    server: Callable[[str, Tensor], AbstractServer]
-    client: Callable[..., AbstractClient]
+    server: Callable[..., AbstractServer]
+    client: Callable[..., Client]
     events: Callable[[int], list[tuple[AbstractEvent, int]]]
-    twin: Callable[[], Tensor]
+    twin: Callable[..., Tensor]
 
-    def begin(self) -> AbstractServer:
-        return self.server("trial", START)
+    def begin(self, quorum: Quorum = EVERYBODY) -> AbstractServer:
+        return self.server("trial", START, quorum)
 
-    def clients(self, folder: Path, **changes: Any) -> Callable[[int], AbstractClient]:
+    def clients(self, folder: Path, **changes: Any) -> Callable[[int], Client]:
         """Makes client c again, on the ledger that it had."""
         settings = {"run": "trial", "target_epsilon": math.inf, "target_delta": DELTA, **changes}
 
-        def make(c: int) -> AbstractClient:
+        def make(c: int) -> Client:
             ledger = ReleaseLedger(folder, f"client-{c}")
             return self.client(LogCosh(seed=c), c, ledger, **{"seed": SEED + c, **settings})
 
@@ -250,13 +262,13 @@ def asynchronous(plan: AsyncPlan, noise: float = Z, clip_norm: float = 1.0) -> F
             records, plan, ClientPrivacy(clip_norm, noise, **privacy), ledger, run=run
         )
 
-    def twin() -> Tensor:
+    def twin(is_there: IsThere = always) -> Tensor:
         x, before = START, 0
         for i in range(plan.rounds):
             size = plan.sizes(i)
             mask = slice(None) if plan.keep is None else plan.coordinates(i, SIZE)
             moved = x.clone()
-            for c in range(CLIENTS):
+            for c in (c for c in range(CLIENTS) if is_there(c, i)):
                 rows = LogCosh(seed=c).rows(x, records=batch(c, i, size / RECORDS))[:, mask]
                 total = noised(clipped(rows, 1.0), noise * 1.0, noise_source(SEED + c, i, 0))
                 moved[mask] -= 0.05 / (1 + 0.01 * before) * total * SIZE / len(total)
@@ -264,9 +276,11 @@ def asynchronous(plan: AsyncPlan, noise: float = Z, clip_norm: float = 1.0) -> F
         return x
 
     events = [(PoissonGaussian(noise, plan.sizes(i) / RECORDS), 1) for i in range(plan.rounds)]
-    return Federation(
-        lambda run, start: AsyncServer(run, plan, start, CLIENTS), client, lambda c: events, twin
-    )
+
+    def server(run: str, start: Tensor, quorum: Quorum = EVERYBODY) -> AsyncServer:
+        return AsyncServer(run, plan, start, CLIENTS, quorum)
+
+    return Federation(server, client, lambda c: events, twin)
 
 
 NEWTON = CubicNewton(
@@ -307,11 +321,11 @@ def fcrn(plan: CubicNewtonPlan, noise: float = 0.8, rate: float = 0.5) -> Federa
             average = average + 2 * (s + 1) / (tau * (tau + 1)) * v
         return average
 
-    def twin() -> Tensor:
+    def twin(is_there: IsThere = always) -> Tensor:
         x = START
         for t in range(plan.rounds):
             moves = torch.zeros_like(x)
-            for c in range(CLIENTS):
+            for c in (c for c in range(CLIENTS) if is_there(c, t)):
                 newton, moved = plan.newton, torch.zeros_like(x)
                 mask = shared_mask(newton.mask_seed + c, t, SIZE, newton.kept(SIZE))
                 solved = torch.arange(SIZE) if plan.whole_steps else mask
@@ -322,12 +336,11 @@ def fcrn(plan: CubicNewtonPlan, noise: float = 0.8, rate: float = 0.5) -> Federa
 
     each = plan.newton.inner_steps if plan.newton.fresh_batches else 1
     event = Gaussian(noise) if rate == 1 else PoissonGaussian(noise, rate)
-    return Federation(
-        lambda run, start: AsyncServer(run, plan, start, CLIENTS),
-        client,
-        lambda c: [(event, each * plan.rounds)],
-        twin,
-    )
+
+    def server(run: str, start: Tensor, quorum: Quorum = EVERYBODY) -> AsyncServer:
+        return AsyncServer(run, plan, start, CLIENTS, quorum)
+
+    return Federation(server, client, lambda c: [(event, each * plan.rounds)], twin)
 
 
 DIFF2 = Diff2(3, 1.0, 0.6, split=2.0)
@@ -341,34 +354,33 @@ def diff2(
     data = [LogCosh(seed=c) for c in range(CLIENTS)]
     total, ratio = CLIENTS * RECORDS, DIFF2.relative_noise(1)
 
-    def server(run: str, start: Tensor) -> SynchronousServer:
+    def server(run: str, start: Tensor, quorum: Quorum = EVERYBODY) -> SynchronousServer:
         return SynchronousServer(
             *(run, plan, start, ROUNDS, CLIENTS, total, rate),
-            **{"noise": noise_at, "local_routine": routine, "seed": 3},
+            **{"noise": noise_at, "local_routine": routine, "seed": 3, "quorum": quorum},
         )
 
     def client(records: Any, c: int, ledger: Any, **settings: Any) -> QueryClient:
         own = {"rounds": ROUNDS, "trusts_server": noise_at == "server", "local_routine": routine}
         return QueryClient(records, plan, ledger, client=c, num_clients=CLIENTS, **own, **settings)
 
-    def twin() -> Tensor:
+    def twin(is_there: IsThere = always) -> Tensor:
         x, before, v = START, START, START * 0
         for r in range(ROUNDS):
             restart = r % 3 == 0
             radius = 1.0 if restart else 0.6 * float((x - before).norm())
-            sums = []
-            for c in range(CLIENTS):
+            std, answer = noise * (1 if restart else ratio) * radius, START * 0
+            for c in (c for c in range(CLIENTS) if is_there(c, r)):
                 rows = data[c].rows(x) - (0 if restart else data[c].rows(before))
-                std = noise * (1 if restart else ratio) * radius
-                sums.append(clipped(rows, radius))
+                part = clipped(rows, radius)
                 if noise_at == "client":
-                    sums[c] = noised(sums[c], std, noise_source(SEED + c, 2 * r, 0))
-            answer = sum(sums)
+                    part = noised(part, std, noise_source(SEED + c, 2 * r, 0))
+                answer = answer + part
             if noise_at == "server":
                 answer = noised(answer, std, noise_source(3, r))
             v = answer / total + (0 if restart else v)
             before, x = x, x - rate * v
-            if routine is not None:
+            if routine is not None and is_there((r + 1) % CLIENTS, r):
                 x = walk((r + 1) % CLIENTS, r, before, x, v)
         return x
 

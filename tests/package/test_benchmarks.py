@@ -16,6 +16,7 @@ COMMANDS = {
     "isolation.py": ["time", "--quick", "MLP"],
     "alone.py": ["--models", "logistic regression"],
     "import_time.py": [],
+    "federated.py": ["--clients", "2", "--size", "1000", "--rounds", "1"],
 }
 
 
@@ -29,9 +30,8 @@ def test_it_runs(script, root):
         timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert any(
-        word in done.stdout for word in ("goal", "MiB", "ns a value", "ratio", "ms a record")
-    )
+    words = ("goal", "MiB", "ns a value", "ratio", "ms a record", "ms a client")
+    assert any(word in done.stdout for word in words)
 
 
 def test_the_table_of_models_is_that_of_the_kept_runs(root):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from lightning_dp.federated.flower import client_app, server_app
-from tests.federated.zoo import DELTA, SEED, START, TWO_ROUNDS, LogCosh
+from tests.federated.zoo import DELTA, EVERYBODY, SEED, START, TWO_ROUNDS, LogCosh
 
 
 class Weights(nn.Module):
@@ -82,10 +83,9 @@ def answer(message: Message, context: Context) -> Message:
 
 server = server_app(
     lambda context: Weights(),
-    lambda context, run, start: TWO_ROUNDS.server(run, start),
+    lambda context, run, start: TWO_ROUNDS.server(run, start, replace(EVERYBODY, patience=300.0)),
     num_clients=lambda context: int(context.run_config["clients"]),
     folder=lambda context: out(context) / "server",
     poll_interval=0.2,
     ttl=40.0,
-    patience=300.0,
 )
