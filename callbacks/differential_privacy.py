@@ -18,9 +18,10 @@ from lightning_dp.callbacks.privacy_report_files import PrivacyReportFiles
 from lightning_dp.clipping import Clipping, Flat
 from lightning_dp.config import About, Checks, EngineName, PrivacyConfig
 from lightning_dp.estimators import AbstractEstimator
+from lightning_dp.noise import AbstractNoise, IndependentNoise
 from lightning_dp.postprocessing import AbstractPostProcessor
 from lightning_dp.run import PrivateRun
-from lightning_dp.sampling import AbstractSampling, Poisson
+from lightning_dp.sampling import AbstractSampling, Poisson, UserLevel
 from lightning_dp.schedules import AbstractSchedule, Constant
 
 if TYPE_CHECKING:
@@ -52,8 +53,14 @@ class DifferentialPrivacy(Callback):
         noise_schedule: how the noise changes over steps; default constant.
         estimator: forms the question to the data; default DP-SGD's mean of clipped gradients.
         postprocessing: applied to the private gradient, in order.
-        sampling: ``Poisson()`` or ``FullBatch()``.
-        relation: "add_remove" or "replace_one".
+        sampling: ``Poisson()``, ``FullBatch()``, ``CyclicPoisson(bands)`` or ``FixedOrder()``.
+        noise: ``IndependentNoise()`` (default); noise that remembers, ``BandedNoise(bands)`` with
+            ``CyclicPoisson(bands)`` or ``FixedOrder()``, ``LambdaCGD(lam)`` with ``FixedOrder()``.
+        unit: what is protected: ``UserLevel(ids=..., most_rows=k)`` for users with all their rows;
+            by default each row of the data set, a record.
+        augmentations: K >= 1, times that each record of a batch is read; the mean of its K gradients
+            is clipped. ε does not depend on it, and ``__getitem__`` makes another view each time.
+        relation: "add_remove", "replace_one", or "zero_out" (for ``FixedOrder()``).
         accountant: computes ε.
         engine: computes gradients per record: "layers" (the whole batch at once, by the types of its
             layers; "bookkeeping" is its old name), "records" (every record alone, all at once under
@@ -81,6 +88,9 @@ class DifferentialPrivacy(Callback):
             names it in your words. One that several trainings declare counts once in their sum.
         about: your words about the data (its name, what a record is, who is responsible), for the
             report; see :class:`lightning_dp.About`.
+        secure_noise: draw noise and batches from AES-256 in counter mode (of ``cryptography``) instead
+            of PCG64 seeded by the operating system, sum in float64, and round what is released
+            to 2^-20 of the noise, so that its low bits tell nothing.
         seed: repeatable noise and batches, for tests; the report says that nothing is private.
         isolation_probe: earlier spelling of ``checks=Checks(dry_run=...)``; goes with the next version.
         loss_graph_check: of ``checks=Checks(loss_graph=...)``.
@@ -111,6 +121,9 @@ class DifferentialPrivacy(Callback):
         estimator: AbstractEstimator | None = None,
         postprocessing: Sequence[AbstractPostProcessor] = (),
         sampling: AbstractSampling | None = None,
+        noise: AbstractNoise | None = None,
+        unit: UserLevel | None = None,
+        augmentations: int = 1,
         relation: Relation = "add_remove",
         accountant: AbstractAccountant | None = None,
         engine: EngineName = "auto",
@@ -121,6 +134,7 @@ class DifferentialPrivacy(Callback):
         count_clipped: bool = False,
         other_releases: Sequence[AbstractExternal] = (),
         about: About | None = None,
+        secure_noise: bool = False,
         seed: int | None = None,
         isolation_probe: bool | None = None,
         loss_graph_check: bool | None = None,
@@ -139,6 +153,9 @@ class DifferentialPrivacy(Callback):
                 estimator=estimator,
                 postprocessing=postprocessing,
                 sampling=Poisson() if sampling is None else sampling,
+                noise=IndependentNoise() if noise is None else noise,
+                unit=unit,
+                augmentations=augmentations,
                 relation=relation,
                 accountant=PLDAccountant() if accountant is None else accountant,
                 engine=engine,
@@ -149,6 +166,7 @@ class DifferentialPrivacy(Callback):
                 count_clipped=count_clipped,
                 other_releases=other_releases,
                 about=about,
+                secure_noise=secure_noise,
                 seed=seed,
                 isolation_probe=isolation_probe,
                 loss_graph_check=loss_graph_check,

@@ -96,8 +96,8 @@ class PrivacyLogger(PrivacyCallback):
         trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
         shown: dict[str, Any] = trainer.progress_bar_metrics  # which print text as it is
         shown[EPSILON] = _shown(metrics[EPSILON], run.config.target_epsilon)
-        if run.step and (is_log_step or final) and self._logged_at != run.steps:
-            self._logged_at = run.steps
+        if run.step and (is_log_step or final) and self._logged_at != run.steps_begun:
+            self._logged_at = run.steps_begun
             metrics.update(_of_noise(run))
             trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
             for logger in trainer.loggers:
@@ -144,9 +144,12 @@ def hyperparameters(run: PrivateRun) -> dict[str, Any]:
         "clipping": repr(config.clipping),
         "postprocessing": repr(list(config.postprocessing)),
         "sampling": repr(config.sampling),
+        "noise": repr(config.noise),
         "sample_rate": batches.sample_rate,
         "expected_batch_size": batches.expected_batch_size,
         "num_records": batches.num_records,
+        "most_rows": None if config.unit is None else config.unit.most_rows,
+        "augmentations": config.augmentations,
         "count_clipped": config.counts_clipped,
         "seeded": run.is_seeded,
     }
@@ -218,7 +221,7 @@ class _Curve:
         return self._latest
 
     def _begin(self, run: PrivateRun, every: int) -> None:
-        self._steps, self._step = run.steps, run.step
+        self._steps, self._step = run.steps_begun, run.step
         self._nodes = _nodes(run, every)
         self._values = np.full(len(self._nodes), np.nan)
 
@@ -228,7 +231,7 @@ class _Curve:
     def _ahead(self, run: PrivateRun) -> int:
         """Return how far the run is on the curve."""
         # A step that asked nothing was not charged, but has its place on the curve.
-        return max(run.steps - self._steps, run.step - self._step)
+        return max(run.steps_begun - self._steps, run.step - self._step)
 
     def _stretch(self, place: int, run: PrivateRun) -> slice:
         """Return the nodes from a place on that together cost little more than one."""

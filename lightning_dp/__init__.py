@@ -24,20 +24,25 @@ __all__ = [
     "AdaptiveQuantile",
     "ApproximateDP",
     "Automatic",
+    "BandedNoise",
     "BatchPlan",
     "Checks",
     "Constant",
     "Cosine",
     "CubicNewton",
+    "CyclicPoisson",
     "DPAdamW",
     "Diff2",
     "DifferentialPrivacy",
     "DynamicGD",
     "DynamicMomentum",
     "Exponential",
+    "FixedOrder",
     "Flat",
     "FromInfluence",
     "FullBatch",
+    "IndependentNoise",
+    "LambdaCGD",
     "LaplacianSmoothing",
     "MeanGradient",
     "Momentum",
@@ -52,9 +57,12 @@ __all__ = [
     "Storm",
     "StreamingRDPAccountant",
     "Term",
+    "UserLevel",
+    "Workload",
     "fix",
     "losses_of_records",
     "rows_of_records",
+    "suggest_noise",
 ]
 
 _MODULES = [
@@ -73,9 +81,24 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from lightning_dp.estimators import AbstractEstimator, CubicNewton, Diff2, MeanGradient, Storm
     from lightning_dp.functional import losses_of_records
     from lightning_dp.gradients.batches import rows_of_records
+    from lightning_dp.noise import (
+        BandedNoise,
+        IndependentNoise,
+        LambdaCGD,
+        Workload,
+        suggest_noise,
+    )
     from lightning_dp.optimizers import DPAdamW
     from lightning_dp.postprocessing import AbstractPostProcessor, LaplacianSmoothing, Momentum
-    from lightning_dp.sampling import AbstractSampling, BatchPlan, FullBatch, Poisson
+    from lightning_dp.sampling import (
+        AbstractSampling,
+        BatchPlan,
+        CyclicPoisson,
+        FixedOrder,
+        FullBatch,
+        Poisson,
+        UserLevel,
+    )
     from lightning_dp.schedules import (
         AbstractSchedule,
         Constant,
@@ -94,6 +117,7 @@ else:
         "accounting",
         "boundary",
         "sampling",
+        "noise",
         "estimators",
         "schedules",
         "postprocessing",

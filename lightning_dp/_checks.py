@@ -89,7 +89,7 @@ def check_loader(loader: object) -> DataLoader[Any]:
     if isinstance(loader.dataset, IterableDataset):
         raise MisconfigurationError(
             "The training set is an IterableDataset: records without an index cannot be sampled "
-            "independently. Use a map-style dataset (__len__ and __getitem__).",
+            "independently. Use a map-style dataset (__len__ and __getitem__), or sampling=FixedOrder().",
             topic="data-loader",
         )
     if type(loader).__iter__ is not DataLoader.__iter__:

@@ -43,7 +43,7 @@ from lightning_dp._noise import NoiseSource
 from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import above_0, finite, normalise, not_negative
 from lightning_dp._world import World
-from lightning_dp.functional import clip_factors, flat_memory, flat_zeros, number_of_entries
+from lightning_dp.functional import clip_factors, flat_dtype, flat_zeros, number_of_entries
 
 __all__ = [
     "LARGEST_NORM",
@@ -357,7 +357,8 @@ def begin_with_noise(
     size = query.size(number_of_entries(params))
     share = slice(0, size) if world.is_sharded else world.share(size)
     # Noise is written over what is there, so zeros are written to the others' shares only.
-    total = BoundedSum(flat_memory(params, size), query.sensitivity)
+    dtype = source.dtype(flat_dtype(params))
+    total = BoundedSum(params[0].new_empty(size, dtype=dtype), query.sensitivity)
     noise_std = _noise_std(total, query.noise_multiplier)
     for rest in (total.value[: share.start], total.value[share.stop :]):
         rest.zero_()
@@ -377,10 +378,11 @@ def add_noise(
     """Noise the sum over all ranks once: ``sum_ranks total + N(0, (z C)^2 I)``.
 
     C comes from the sum itself, so the noise cannot be scaled to a bound that was not enforced.
-    Each rank adds the noise of its share of the entries to its own sum, from its own entropy, *before*
+    Each rank adds the noise of its share of the entries to its own sum, from its own source, *before*
     the ranks' sums are added up, and every rank gets the same release. So each entry has the noise of
     one rank, the un-noised total exists nowhere, and nobody draws more than d / ranks values. The noise
-    is added in the memory of the sum, so there is no sum any longer, and one vector of the model's size.
+    is added in the memory of the sum, so there is no sum any longer, and one vector of the model's size
+    (a secure source takes a float64 one besides).
     A sum that began with its noise gets no more.
     """
     noise_std = _noise_std(total, noise_multiplier)
@@ -393,10 +395,11 @@ def add_noise(
         )
     if world.is_sharded:
         return Release(total.value, noise_std)
+    value = total.value.to(source.dtype(total.value.dtype))
     if noise_std > 0 and not has_begun:
         # Shares are disjoint: an entry with noise from every rank would have n times the variance.
-        source.add_normal(total.value[world.share(len(total.value))], noise_std)
-    return Release(world.all_reduce(total.value), noise_std)
+        source.add_normal(value[world.share(len(value))], noise_std)
+    return Release(source.released(world.all_reduce(value), noise_std), noise_std)
 
 
 def _noise_std(total: BoundedSum, noise_multiplier: float) -> float:

@@ -10,6 +10,8 @@ from dataclasses import InitVar, asdict, dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
 from lightning_dp._described import Data, check_same, described
+from lightning_dp._noise import CipherStream
+from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import (
     above_0,
     explained,
@@ -23,6 +25,7 @@ from lightning_dp._validate import (
     positive,
     probability,
     seed,
+    whole,
     whole_from_0,
 )
 from lightning_dp.accounting.base import LEAST_EPSILON, AbstractAccountant, Relation
@@ -30,8 +33,11 @@ from lightning_dp.accounting.events import AbstractExternal
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.clipping import AdaptiveQuantile, Clipping, Flat, PerGroup, known_clipping
 from lightning_dp.estimators import AbstractEstimator, MeanGradient
+from lightning_dp.noise import AbstractNoise, IndependentNoise
 from lightning_dp.postprocessing import AbstractPostProcessor
-from lightning_dp.sampling import AbstractSampling, Poisson
+from lightning_dp.sampling import AbstractSampling, FixedOrder, Poisson, UserLevel
+from lightning_dp.sampling.blocks import AbstractBlockSampling
+from lightning_dp.sampling.units import RowsOfUnits
 from lightning_dp.schedules import AbstractSchedule, Constant
 
 __all__ = ["About", "Checks", "EngineName", "PrivacyConfig", "known_engine"]
@@ -142,9 +148,18 @@ class PrivacyConfig:
         noise_schedule: how the noise multiplier changes over steps; default constant.
         estimator: forms the question to the data; default ``MeanGradient(max_grad_norm)``, DP-SGD.
         postprocessing: applied in order to the private estimate.
-        sampling: ``Poisson()`` (default) or ``FullBatch()``.
-        relation: neighbouring data sets differ by adding or removing a record ("add_remove"), or
-            by replacing one ("replace_one").
+        sampling: ``Poisson()`` (default), ``FullBatch()``, ``CyclicPoisson(bands)``, or ``FixedOrder()``
+            for data that come in an order.
+        noise: ``IndependentNoise()`` (default), or noise that remembers and cancels:
+            ``BandedNoise(bands)`` with ``CyclicPoisson(bands)`` or ``FixedOrder()``, ``LambdaCGD(lam)``
+            with ``FixedOrder()``.
+        unit: what is protected: ``UserLevel(ids=..., most_rows=k)`` for users with all their rows;
+            by default each row of the data set, a record.
+        augmentations: K >= 1, times that each record of a batch is read; the mean of its K gradients
+            is clipped. ε does not depend on it, and ``__getitem__`` makes another view each time.
+        relation: neighbouring data sets differ by adding or removing a record ("add_remove"), by
+            replacing one ("replace_one"), or by one that has no effect and keeps its place
+            ("zero_out", for ``FixedOrder()``).
         accountant: computes ε; default the tight numerical one.
         engine: computes gradients per record: "layers" (the whole batch at once, by the types of its
             layers; "bookkeeping" is its old name), "records" (every record alone, all at once under
@@ -169,6 +184,9 @@ class PrivacyConfig:
             ages")]``. It counts in ε and in the budget, is kept in the journal, and the report
             names it in your words. One that several trainings declare counts once in their sum.
         about: your words about the data, for the report; see :class:`About`.
+        secure_noise: draw noise and batches from AES-256 in counter mode (of ``cryptography``) instead
+            of PCG64 seeded by the operating system, sum in float64, and round what is released
+            to 2^-20 of the noise, so that its low bits tell nothing.
         seed: makes noise and batches repeatable. For tests only: nothing is private with it, and
             every report says so.
 
@@ -189,6 +207,9 @@ class PrivacyConfig:
     estimator: AbstractEstimator | None = None
     postprocessing: Sequence[AbstractPostProcessor] = ()
     sampling: AbstractSampling = field(default_factory=Poisson)
+    noise: AbstractNoise = field(default_factory=IndependentNoise)
+    unit: UserLevel | None = None
+    augmentations: int = 1
     relation: Relation = "add_remove"
     accountant: AbstractAccountant = field(default_factory=PLDAccountant)
     engine: EngineName = "auto"
@@ -199,6 +220,7 @@ class PrivacyConfig:
     count_clipped: bool = False
     other_releases: Sequence[AbstractExternal] = ()
     about: About | None = None
+    secure_noise: bool = False
     seed: int | None = None
     isolation_probe: InitVar[bool | None] = None
     loss_graph_check: InitVar[bool | None] = None
@@ -227,6 +249,7 @@ class PrivacyConfig:
         self._check_schedule()
         self._check_gradient()
         self._check_clip_norm()
+        self._check_block()
         for release in self.other_releases:
             release.costs(self.relation)  # refuses one that says nothing about the relation
 
@@ -260,7 +283,15 @@ class PrivacyConfig:
         normalise(self, optional(above_0), "max_grad_norm")
         normalise(self, optional(seed), "seed")
         normalise(self, known_clipping, "clipping")
-        normalise(self, flag, "advice", "count_clipped")
+        normalise(self, whole, "augmentations")
+        normalise(self, flag, "advice", "count_clipped", "secure_noise")
+        if self.secure_noise and self.seed is not None:
+            raise ValueError(
+                f"secure_noise=True draws numbers that nobody can repeat, and seed={self.seed} asks "
+                "for repeatable ones. Leave one of them out."
+            )
+        if self.secure_noise:
+            CipherStream()  # or it raises
         normalise(self, optional(_place), "private_optimizer")
         normalise(self, optional(_folder), "ledger_dir")
         normalise(self, _sequence, "postprocessing")
@@ -277,6 +308,7 @@ class PrivacyConfig:
         parts: list[tuple[str, object, type]] = [
             ("noise_schedule", self.noise_schedule, AbstractSchedule),
             ("sampling", self.sampling, AbstractSampling),
+            ("noise", self.noise, AbstractNoise),
             ("accountant", self.accountant, AbstractAccountant),
             ("estimator", self.resolved_estimator(), AbstractEstimator),
             *(("postprocessing", item, AbstractPostProcessor) for item in self.postprocessing),
@@ -297,6 +329,15 @@ class PrivacyConfig:
             )
         normalise(self, one_of(get_args(Relation)), "relation")
         normalise(self, known_engine, "engine")
+        if self.unit is not None and not isinstance(self.unit, UserLevel):
+            raise TypeError(
+                f"unit={type(self.unit).__name__} must be a UserLevel(ids=..., most_rows=...)."
+            )
+        if self.has_several_rows and self.engine == "hooks":
+            raise ValueError(
+                "engine='hooks' has a gradient for each row, and with unit or augmentations a unit has "
+                "several rows. Leave the engine at 'auto'."
+            )
 
     def _check_schedule(self) -> None:
         if self.is_adaptive and self.target_epsilon is None:
@@ -324,6 +365,62 @@ class PrivacyConfig:
             raise ValueError(
                 f"noise_schedule={self.noise_schedule} looks at private gradients, and {estimator} "
                 "releases none. Use a schedule that is fixed in advance."
+            )
+
+    def _check_block(self) -> None:
+        """Refuse what noise that remembers, or batches that depend on each other, cannot go with."""
+        noise, sampling = self.noise, self.sampling
+        if not noise.bands <= sampling.separation:
+            cures = ["sampling=FixedOrder()"]
+            if math.isfinite(noise.bands):
+                cures.insert(0, f"sampling=CyclicPoisson({noise.bands:g})")
+            raise RefusedSetting(
+                f"noise={noise} with sampling={sampling}: noise is taken away again over "
+                f"{noise.bands:g} steps, and a record may take part twice in them, so z would not be its "
+                f"protection. Use {' or '.join(cures)}, or noise=IndependentNoise().",
+                topic="correlated-noise",
+            )
+        if noise.bands == 1 and not isinstance(sampling, AbstractBlockSampling):
+            return
+        together = f"noise={noise} with sampling={sampling}"
+        if self.unit is not None or self.augmentations > 1:
+            raise RefusedSetting(
+                f"{together} takes each row as a record that is read once: leave out unit and "
+                "augmentations, or use sampling=Poisson().",
+                topic="user-level",
+            )
+        if self.relation == "add_remove" and isinstance(sampling, FixedOrder):
+            raise RefusedSetting(
+                f"sampling={sampling} with relation='add_remove': a record more or less would move "
+                "others to other steps. Say relation='zero_out': neighbouring data sets differ by one "
+                "record that has no effect and keeps its place; or 'replace_one'.",
+                topic="fixed-order",
+            )
+        if not isinstance(self.noise_schedule, Constant):
+            raise RefusedSetting(
+                f"{together} needs the same noise at every step, and noise_schedule="
+                f"{self.noise_schedule} changes it. Use Constant().",
+                topic="correlated-noise",
+            )
+        traits = self.resolved_estimator().traits
+        is_plain = traits.period == traits.queries_per_step == len(traits.clip_norms) == 1
+        if not (is_plain and traits.asks_one_gradient and traits.longest_silence == 0):
+            raise RefusedSetting(
+                f"{together} needs one query of one clip norm at every step, and "
+                f"{self.resolved_estimator()} asks otherwise. Use max_grad_norm alone (MeanGradient).",
+                topic="correlated-noise",
+            )
+        if not self.clipping.is_constant:
+            raise RefusedSetting(
+                f"{together} needs one clip norm for all steps, and clipping={self.clipping} moves it. "
+                "Use Flat(), Automatic() or PerGroup({...}).",
+                topic="correlated-noise",
+            )
+        if self.count_clipped and noise.bands > 1:
+            raise RefusedSetting(
+                f"count_clipped=True with noise={noise}: averages of the count take its noise for "
+                "independent. Leave it out.",
+                topic="correlated-noise",
             )
 
     def _check_clip_norm(self) -> None:
@@ -393,6 +490,24 @@ class PrivacyConfig:
         return self.noise_schedule.chosen == "at run time"
 
     @property
+    def has_several_rows(self) -> bool:
+        """True if a unit of privacy may have several rows in a batch."""
+        return self.unit is not None or self.augmentations > 1
+
+    @property
+    def unit_word(self) -> str:
+        """The word for one unit of privacy."""
+        return "record" if self.unit is None else "user"
+
+    def rows_of_units(self, dataset: Any) -> RowsOfUnits | None:
+        """Return the rows of each unit of a training set; None where each row is one, read once."""
+        if self.unit is not None:
+            return self.unit.rows_of(dataset, self.augmentations)
+        if self.augmentations > 1:
+            return RowsOfUnits.single(len(dataset), self.augmentations)
+        return None
+
+    @property
     def runs_each_record_alone(self) -> bool:
         """True if the user's code is given batches of one record each."""
         return self.engine == "one_by_one"
@@ -418,6 +533,9 @@ class PrivacyConfig:
             "noise_schedule": self.noise_schedule,
             "postprocessing": self.postprocessing,
             "sampling": self.sampling,
+            "unit": self.unit if self.unit is None else repr(self.unit),  # without the ids
+            "augmentations": self.augmentations,
+            "noise": self.noise,
             "private_optimizer": self.private_optimizer,
             "count_clipped": self.count_clipped,
             "clipping": self.clipping,

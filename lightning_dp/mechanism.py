@@ -83,6 +83,7 @@ class Mechanism:
     - An estimator may ask several queries on the batch of one step. They are charged together, as
       one Gaussian with Σ_s z_s^-2 = z^-2 on one sample, before the first; each further one is
       refused, before the data are touched, if all of them so far have less noise than that.
+    - A charge of several steps in a row is made at the first of them; a stop inside has paid for all.
     - Every answer must be bounded by exactly the clip norm that the query asked for.
     - Under the guard "fixed" the noise is never less than the plan's, and the plan is charged; the
       other guards are charged what the run-time schedule chose.
@@ -123,6 +124,7 @@ class Mechanism:
     _unasked: dict[AbstractEvent, int] = field(default_factory=dict, init=False, repr=False)
     _begun: _Step | None = field(default=None, init=False, repr=False)  # None between steps
     _is_loaded: bool = field(default=False, init=False, repr=False)  # the states are a file's
+    covered: int = field(default=0, init=False)  # steps to come that are charged already
 
     def __post_init__(self) -> None:
         self._schedule_state = self.plan.shape.init()
@@ -176,6 +178,12 @@ class Mechanism:
             raise BudgetExhausted(
                 f"The privacy budget does not allow another step after {self.ledger.steps}."
             )
+        if self.plan.is_block and self.is_begun:
+            raise RefusedRun(
+                f"Step {self.step} was not finished: with {self.plan.sampling} the next one would come "
+                "too soon after those before. Step once per batch, or use sampling=Poisson().",
+                topic="fixed-order",
+            )
         if self._is_loaded:
             self._bring_to(params[0].device)
         if self._driver is None:
@@ -191,13 +199,22 @@ class Mechanism:
             self.guard.skip()
         else:
             self.plan.enforce(asked, charged, step)
-            self.ledger.charge(event)
-            self.guard.book(event)
+            self._charge(event)
         self._begun = _Step(self._driver, charged, asked)
         is_small = _num_values(params) <= _EARLY_VALUES and not self.spares_memory
         if self.world.is_sharded or is_small:
             self.begin_noise(params)
         return query
+
+    def _charge(self, event: AbstractEvent) -> None:
+        """Charge a step, or the steps in a row that begin with it, unless an earlier charge covers it."""
+        if self.covered:
+            self.covered -= 1
+            self.guard.skip()
+            return
+        self.ledger.charge(event)
+        self.guard.book(event)
+        self.covered = event.num_steps - 1
 
     def _bring_to(self, device: torch.device) -> None:
         """Go on there with the states that were loaded."""
@@ -391,7 +408,7 @@ class Mechanism:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: without the step that was begun, whose sum is not noised."""
-        return {**vars(self), "_begun": None}
+        return {**vars(self), "_begun": None, "covered": 0}
 
     def state_dict(self) -> dict[str, Any]:
         """Return released values only: the step and the states of the parts. Never a sum."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp.accounting import StreamingRDPAccountant
@@ -24,8 +25,12 @@ from lightning_dp.accounting.steps import (
 from lightning_dp.boundary import Query, State
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.estimators.base import AbstractEstimator, MeanGradient, Traits
-from lightning_dp.sampling import AbstractSampling, BatchPlan, Poisson
+from lightning_dp.noise import AbstractNoise, IndependentNoise
+from lightning_dp.sampling import AbstractSampling, BatchPlan, FixedOrder, Poisson
+from lightning_dp.sampling.blocks import AbstractBlockSampling
 from lightning_dp.schedules import AbstractSchedule
+
+Whole = TypeVar("Whole", int, NDArray[np.int64])
 
 __all__ = ["Budget", "LaterSteps", "NoisePlan", "costliest_events"]
 
@@ -40,12 +45,18 @@ class NoisePlan:
 
     The relative ones are the estimator's; both are 1 where its steps are all alike.
 
+    Steps that depend on each other (noise that remembers, batches of a block) are a block from ``start``
+    on, in which one charge covers ``window`` steps in a row.
+
     Args:
         scale: the noise multiplier where the shape is 1; 0 trains without privacy.
         shape: the noise schedule.
         sampling: the sampling scheme that turns (z_t, q_t) into a privacy event.
         sample_rate: q, the sampling rate.
         estimator: what is asked at every step.
+        noise: with its coefficients.
+        window: steps that one charge covers.
+        start, end: steps of the plan between which it is used; the last charge ends there.
 
     Example:
         >>> from lightning_dp.sampling import Poisson
@@ -59,6 +70,10 @@ class NoisePlan:
     sampling: AbstractSampling
     sample_rate: float
     estimator: AbstractEstimator = field(default_factory=MeanGradient)
+    noise: AbstractNoise = field(default_factory=IndependentNoise)
+    window: int = 1
+    start: int = 0
+    end: float = math.inf
 
     @cached_property
     def traits(self) -> Traits:
@@ -67,8 +82,31 @@ class NoisePlan:
 
     @property
     def is_constant(self) -> bool:
-        """True if every step makes the same event."""
-        return self.shape.is_constant and self.traits.period == 1
+        """True if every charge makes the same event."""
+        is_alike = type(self.sampling) is not FixedOrder or type(self.noise) is IndependentNoise
+        return self.shape.is_constant and self.traits.period == 1 and is_alike
+
+    @property
+    def is_block(self) -> bool:
+        """True if steps depend on each other."""
+        return self.window > 1 or isinstance(self.sampling, AbstractBlockSampling)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if every step makes the same event, and no step depends on another."""
+        return self.is_constant and not self.is_block and self.noise.bands == 1
+
+    def charges_before(self, step: Whole) -> Whole:
+        """Return the number of charges from the start of the block to this step, or to each of some."""
+        return -(-(step - self.start) // self.window)
+
+    def charges(self, step: int, number: int) -> int:
+        """Return how many charges the next ``number`` steps from this one on take."""
+        return self.charges_before(step + number) - self.charges_before(step)
+
+    def steps_of(self, charges: int, step: int) -> int:
+        """Return how many steps from this one on so many more charges afford."""
+        return (self.charges_before(step) + charges) * self.window + self.start - step
 
     def noise_multiplier(self, step: int) -> float:
         """Return z_t. Raises ValueError if the shape is not positive and finite there."""
@@ -103,8 +141,17 @@ class NoisePlan:
         return self.event_of(self.noise_multiplier(step), step)
 
     def event_of(self, noise_multiplier: float, step: int) -> AbstractEvent:
-        """The privacy event of step t with this noise multiplier."""
-        return self.sampling.event(noise_multiplier, self.rate(step))
+        """The privacy event of step t, or of the charge that begins there, with this noise multiplier."""
+        if not isinstance(self.sampling, AbstractBlockSampling):
+            return self.sampling.event(noise_multiplier, self.rate(step))
+        return self.sampling.charge(
+            noise_multiplier,
+            self.rate(step),
+            noise=self.noise,
+            number=(step - self.start) // self.window,
+            window=self.window,
+            steps=int(max(1, min(self.window, self.end - step))),
+        )
 
     def enforce(self, queries: Sequence[Query], least: float, step: int) -> None:
         """Refuse queries on one batch that together have less noise than what was charged.
@@ -141,36 +188,50 @@ class NoisePlan:
         if self.is_constant:
             from lightning_dp.accounting.calibration import alike
 
-            return alike(self.rate(first), number, self.noise_multiplier(first))
+            if not self.is_block:
+                return alike(self.rate(first), number, self.noise_multiplier(first))
+            noise, rate = self.event(first).pair
+            return alike(rate, self.charges(first, number), noise)
+        if self.is_block:
+            return merge_arrays(*self.later(first).pairs(0, self.charges(first, number)))
         last = first + number
         return merge_arrays(self.scale * self.relative_noises(first, last), self.rates(first, last))
 
     def later(self, step: int) -> LaterSteps:
-        """Return the plan from a step on."""
+        """Return the charges of the plan from a step on."""
         return LaterSteps(self, step)
 
     def events_from(self, step: int) -> AbstractEvent | LaterSteps:
-        """Return the events from a step on; one event if all are alike."""
+        """Return the events of the charges from a step on; one event if all are alike."""
         one_kind = self.is_constant and math.isfinite(self.scale)
         return self.event(step) if one_kind else self.later(step)
+
+    def history(self, step: int, number: int) -> History:
+        """Return the events of the next ``number`` steps from this one on."""
+        events, charges = self.events_from(step), self.charges(step, number)
+        if isinstance(events, AbstractEvent):
+            return [(events, charges)] if charges else []
+        return [(events(charge), 1) for charge in range(charges)]
 
 
 @dataclass(frozen=True)
 class LaterSteps(AbstractPairPlan):
-    """The events of a plan from a step on, for accounting."""
+    """The events of a plan's charges from a step on, for accounting; of its steps, one charge each."""
 
     plan: NoisePlan
     step: int
 
-    def __call__(self, step: int) -> AbstractEvent:
-        return self.plan.event(self.step + step)
+    def __call__(self, charge: int) -> AbstractEvent:
+        plan = self.plan
+        return plan.event(plan.start + (plan.charges_before(self.step) + charge) * plan.window)
 
     def pairs(self, first: int, last: int) -> tuple[FloatArray, FloatArray]:
-        """(z, q) of the steps ``first <= t < last``."""
-        plan, first, last = self.plan, self.step + first, self.step + last
+        """(z, q) of the charges ``first <= t < last``."""
+        plan = self.plan
         if type(plan.sampling) is Poisson:  # whose event says what it is given; others may not
+            first, last = self.step + first, self.step + last
             return plan.scale * plan.relative_noises(first, last), plan.rates(first, last)
-        pairs = np.array([plan.event(step).pair for step in range(first, last)], dtype=float)
+        pairs = np.array([self(charge).pair for charge in range(first, last)], dtype=float)
         return pairs.reshape(-1, 2)[:, 0], pairs.reshape(-1, 2)[:, 1]
 
 
@@ -188,16 +249,30 @@ class Budget:
     batches: BatchPlan
     spent: History
 
-    def plan(self, scale: float) -> NoisePlan:
-        """The plan whose noise multiplier is ``scale`` where the schedule's shape is 1."""
-        config = self.config
-        return NoisePlan(
-            scale,
-            config.noise_schedule,
-            config.sampling,
-            self.batches.sample_rate,
-            config.resolved_estimator(),
+    def plan(self, scale: float, step: int = 0, planned_steps: float = math.inf) -> NoisePlan:
+        """The plan whose noise multiplier is ``scale`` where the schedule's shape is 1.
+
+        Args:
+            scale: of the noise.
+            step, planned_steps: which steps; a block begins at the first of them.
+        """
+        sampling = self.config.sampling
+        return replace(
+            self.rates(),
+            scale=scale,
+            noise=self.config.noise.for_steps(planned_steps),
+            window=sampling.window(self.batches)
+            if isinstance(sampling, AbstractBlockSampling)
+            else 1,
+            start=step,
+            end=step + planned_steps,
         )
+
+    def rates(self) -> NoisePlan:
+        """The plan as far as it says which batches are drawn: without its noise."""
+        config, rate = self.config, self.batches.sample_rate
+        shape, estimator = config.noise_schedule, config.resolved_estimator()
+        return NoisePlan(1.0, shape, config.sampling, rate, estimator)
 
     def scale(self, planned_steps: float, step: int, epsilon: float) -> float:
         """The noise multiplier where the schedule's shape is 1: as given, or calibrated.
@@ -227,7 +302,7 @@ class Budget:
         from lightning_dp.accounting.calibration import calibrate_steps
 
         return calibrate_steps(
-            self.plan(1.0).steps(step, int(planned_steps)),
+            self.plan(1.0, step, planned_steps).steps(step, int(planned_steps)),
             config.target_epsilon,
             config.target_delta,
             relation=config.relation,
@@ -272,15 +347,16 @@ class Budget:
         assert config.target_epsilon is not None
         from lightning_dp.accounting.calibration import affordable_steps
 
-        return affordable_steps(
+        charges = affordable_steps(
             plan.events_from(step),
-            int(min(planned_steps, _ENDLESS)),
+            plan.charges(step, int(min(planned_steps, _ENDLESS))),
             config.target_epsilon,
             config.target_delta,
             relation=config.relation,
             accountant=accountant,
             spent=self.spent,
         )
+        return plan.steps_of(charges, step)
 
     def guard(
         self, plan: NoisePlan, step: int, planned_steps: float, affordable: float
@@ -292,7 +368,7 @@ class Budget:
         budget = (config.target_epsilon, config.target_delta, config.relation, spent)
         full = plan.sample_rate == 1 and self._spent_on_full_batches
         is_envelope = plan.shape.chosen == "above a plan"  # which is charged as planned
-        if config.accountant.is_its_own_guard:
+        if plan.is_block or config.accountant.is_its_own_guard:
             return FixedGuard(affordable)
         if full and plan.scale > 0 and not is_envelope:
             return GDPGuard(*budget)
@@ -321,6 +397,10 @@ def costliest_events(plan: NoisePlan, step: int, end: float) -> dict[str, Any] |
     """
     if not math.isfinite(plan.scale):
         return None
+    if plan.is_block:  # a charge costs at most what one costs after many others
+        late = _ENDLESS * plan.window
+        worst = replace(plan, start=0, end=late + 1).event(late)
+        return {"events": [[0, worst.to_dict()]], "until": None, "stride": 1}
     is_periodic = plan.shape.is_constant
     # A later fit of more epochs goes beyond the end.
     last = plan.traits.period if is_periodic else 2 * min(end, step + _HORIZON)

@@ -121,7 +121,7 @@ def plot_charges(
     _draw_epsilon(ax, counts, epsilons, delta, "C1")
     ax.legend(loc="best")
     ends = itertools.accumulate(
-        sum(count for event, count in run if event.is_step) for run in runs.values()
+        sum(count * event.num_steps for event, count in run) for run in runs.values()
     )
     for end in list(ends)[:-1]:
         ax.axvline(end + 0.5, color="0.6", linestyle=":", linewidth=1)  # another run begins
@@ -189,7 +189,14 @@ def _epsilons(
     alike = len({event for event, _ in charges}) == 1
     plan = charges[0][0] if alike else event
     curve = epsilon_curve(plan, np.array(counts), delta, relation, accountant, external)
-    return counts, [float(value) for value in curve]
+    first = [0, *itertools.accumulate(count * event.num_steps for event, count in charges)]
+    starts = [0, *ends]
+
+    def steps_after(charge: int) -> int:
+        place = min(bisect_right(ends, charge), len(charges) - 1)
+        return first[place] + (charge - starts[place]) * charges[place][0].num_steps
+
+    return [steps_after(count) for count in counts], [float(value) for value in curve]
 
 
 def _draw_sigma(ax: Axes, charges: History, color: str) -> None:
@@ -198,10 +205,11 @@ def _draw_sigma(ax: Axes, charges: History, color: str) -> None:
     sigmas: list[float] = []
     done = 0
     for event, count in charges:
-        places = [done + 1] if count == 1 else [done + 1, done + count]
+        covered = count * event.num_steps
+        places = [done + 1] if covered == 1 else [done + 1, done + covered]
         steps += places
         sigmas += [event.pair[0]] * len(places)
-        done += count
+        done += covered
     ax.plot(steps, sigmas, color=color, label=r"$\sigma_t$")
     ax.set_ylabel(r"noise multiplier $\sigma_t$", color=color)
     ax.set_ylim(0, 1.1 * max(sigmas) or 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,20 +15,22 @@ from numpy.typing import NDArray
 
 from lightning_dp._described import check_same, refuse_unknown
 from lightning_dp._files import local_folder
-from lightning_dp._noise import NoiseSource
+from lightning_dp._noise import CorrelatedSource, NoiseSource, random_generator
 from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._world import World
 from lightning_dp.accounting.base import EpsilonCache
 from lightning_dp.accounting.events import History
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.accounting.pld import PLDAccountant, epsilon_curve
-from lightning_dp.accounting.steps import CheckedHistory
+from lightning_dp.accounting.steps import CheckedHistory, check_places
 from lightning_dp.clipping import AdaptiveQuantile
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.mechanism import Mechanism
+from lightning_dp.noise import AbstractNoise
 from lightning_dp.noise_plan import Budget, NoisePlan, costliest_events
 from lightning_dp.plan.signal import Signal, SignalTracker
 from lightning_dp.sampling import BatchPlan
+from lightning_dp.sampling.blocks import AbstractBlockSampling, Draw
 
 if TYPE_CHECKING:
     from lightning_dp.plan.advice import Setting
@@ -48,12 +50,18 @@ class PlannedFit:
         end: the mechanism's step at which the plan ends; may be infinite.
         affordable_end: the one at which the budget does.
         is_under_way: the journal is open, and steps are made.
+        draw: draws the batches of the block; None where each is drawn by itself.
     """
 
     mechanism: Mechanism
     end: float
     affordable_end: float
     is_under_way: bool = True
+    draw: Draw | None = field(default=None, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: without what tells who is in a batch."""
+        return {**vars(self), "draw": None}
 
     @classmethod
     def declare(
@@ -79,7 +87,8 @@ class PlannedFit:
             state: of the mechanism that these steps go on from; None if they begin.
         """
         config, step = budget.config, 0 if state is None else int(state["step"])
-        plan = budget.plan(world.broadcast(scale))
+        plan = budget.plan(world.broadcast(scale), step, planned_steps)
+        plan = replace(plan, noise=world.broadcast(plan.noise))  # optimised, to the last bit
         affordable = world.broadcast(
             budget.affordable(plan, step, planned_steps, is_calibrated=is_calibrated)
         )
@@ -89,7 +98,7 @@ class PlannedFit:
             ledger=ledger,
             guard=budget.guard(plan, step, planned_steps, affordable),
             num_records=budget.batches.num_records,
-            noise=NoiseSource(config.seed, world.rank),
+            noise=_source(plan.noise, config, world.rank),
             world=world,
             signal=_tracker(config),
             count_weight=_COUNT_WEIGHT if config.counts_clipped else 0.0,
@@ -98,7 +107,11 @@ class PlannedFit:
         )
         if state is not None:
             mechanism.load_state_dict(state)
-        return cls(mechanism, step + planned_steps, step + affordable)
+        draw = None
+        if isinstance(config.sampling, AbstractBlockSampling):
+            rng = random_generator(config.seed, 3, world.rank, step, secure=config.secure_noise)
+            draw = config.sampling.begin(budget.batches, world.rank, world.size, rng)
+        return cls(mechanism, step + planned_steps, step + affordable, draw=draw)
 
     def replan(self, budget: Budget, world: World) -> None:
         """Find again how far the budget goes.
@@ -128,9 +141,17 @@ class PlannedFit:
         return costliest_events(plan, self.mechanism.step, self.end)
 
 
+def _source(noise: AbstractNoise, config: PrivacyConfig, rank: int) -> NoiseSource:
+    """Return a new source, of a new block if the noise remembers."""
+    seed, secure = config.seed, config.secure_noise
+    if noise.bands == 1:
+        return NoiseSource(seed, rank, secure=secure)
+    return CorrelatedSource(noise.correlate, noise.column_norm, seed, rank, secure=secure)
+
+
 def _tracker(config: PrivacyConfig) -> SignalTracker | None:
-    """Return what follows the releases, where they are gradients and advice is wanted."""
-    wanted = config.advice or config.count_clipped
+    """Return what follows the releases, where they are gradients of independent noise."""
+    wanted = (config.advice or config.count_clipped) and config.noise.bands == 1
     estimates = config.resolved_estimator().traits.estimates_gradient
     return SignalTracker() if wanted and estimates else None
 
@@ -178,6 +199,11 @@ class PrivateRun:
     def steps(self) -> int:
         """Noised steps charged so far, over all fits that this ledger knows."""
         return self.ledger.steps
+
+    @property
+    def steps_begun(self) -> int:
+        """Noised steps that were begun; a charge may cover others that are still to come."""
+        return self.steps - (0 if self.mechanism is None else self.mechanism.covered)
 
     @property
     def voided(self) -> str | None:
@@ -233,9 +259,10 @@ class PrivateRun:
             return np.where(more_steps + self.steps > 0, claim, self.epsilon)
         if self.mechanism is None:
             return np.full(more_steps.shape, self.epsilon)  # nothing is planned yet
+        plan, now = self.mechanism.plan, self.mechanism.step
         return epsilon_curve(
-            self.mechanism.plan.events_from(self.mechanism.step),
-            more_steps,
+            plan.events_from(now),
+            plan.charges_before(now + more_steps) - plan.charges_before(now),
             self.config.target_delta,
             self.config.relation,
             self.config.accountant,
@@ -254,11 +281,7 @@ class PrivateRun:
         delta = self.config.target_delta
         if self.is_adaptive:
             return self._claim(delta) if self.steps + remaining else self.epsilon
-        plan, now, more = mechanism.plan, mechanism.step, int(remaining)
-        if plan.is_constant:
-            left: History = [(plan.event(now), more)] if more else []
-        else:
-            left = [(plan.event(step), 1) for step in range(now, now + more)]
+        left = mechanism.plan.history(mechanism.step, int(remaining))
         history = [*self.ledger.history(), *mechanism.unasked, *left]
         return self._cache.epsilon(history, delta, self.config.relation)
 
@@ -268,7 +291,7 @@ class PrivateRun:
         if mechanism is None or self.is_adaptive or not math.isfinite(more):
             return None
         plan, now, left = mechanism.plan, mechanism.step, int(more)
-        first: History = [(plan.event(now), left)] if left and plan.is_constant else []
+        first = plan.history(now, left) if plan.is_constant else []
         before = [*others, *self.ledger.history(), *mechanism.unasked, *first]
         history = CheckedHistory.of(before)
         if left and not plan.is_constant:
@@ -304,6 +327,14 @@ class PrivateRun:
         """The step of the plan that is next, or running."""
         return 0 if self.mechanism is None else self.mechanism.step
 
+    def draw(self, step: int, rate: float, rng: np.random.Generator) -> NDArray[np.int64] | None:
+        """Draw the batch of a step of the block; None where batches are drawn by themselves."""
+        if not isinstance(self.config.sampling, AbstractBlockSampling):
+            return None
+        if self._fit is None or self._fit.draw is None:
+            raise RefusedRun("A copy of a run draws no batches of its block.", topic="out-of-order")
+        return self._fit.draw(step, rate, rng)
+
     @property
     def step_to_continue(self) -> int:
         """The steps of the plan that the resumed checkpoint, or the latest fit, has made."""
@@ -312,7 +343,7 @@ class PrivateRun:
     def rate(self, step: int) -> float:
         """Return q at a step of the plan."""
         if self._rates is None:
-            self._rates = self._budget(spent=()).plan(1.0)
+            self._rates = self._budget(spent=()).rates()
         return self._rates.rate(step)
 
     def use_batches(self, batches: BatchPlan, processes: int = 1) -> None:
@@ -361,8 +392,10 @@ class PrivateRun:
         if world.is_lead:
             self.ledger.begin(run, directory)
             if self.batches is not None:
-                about = self.config.about
+                about, unit = self.config.about, self.config.unit
                 name = None if about is None else about.data_set
+                if unit is not None:  # ε of users and of records do not add up to one of either
+                    name = f"{name or 'a data set'}, by user"
                 self.ledger.note_data(self.batches.num_records, name)
         record = world.broadcast(self.ledger.state_dict())
         if not world.is_lead:
@@ -378,6 +411,7 @@ class PrivateRun:
     def _planned_fit(self, planned_steps: float, world: World, steps_before: int) -> PlannedFit:
         """Find the noise and the budget of the steps to come."""
         budget, resumed = self._budget(self.ledger.history()), self._resumed
+        check_places(budget.spent, self.config.relation)
         state = self._state_to_continue(steps_before)
         step = 0 if state is None else int(state["step"])
         is_calibrated = resumed is None or self._may_replan(step + planned_steps)
@@ -415,6 +449,8 @@ class PrivateRun:
             return False
         if self.is_adaptive or config.accountant.is_its_own_guard:
             return False
+        if isinstance(config.sampling, AbstractBlockSampling):
+            return False  # several checkpoints know the same charges, and which one is the latest?
         return (crashed.target_epsilon, crashed.last_step) == (config.target_epsilon, last_step)
 
     def replan(self, world: World) -> bool:

@@ -206,7 +206,7 @@ class Search:
 
     def _of_one_order(self) -> tuple[AbstractAccountant, float]:
         """Return the accountant of one order, and ε of a share by it."""
-        declared = Declared.of(CheckedHistory.of(self.spent).external, self.relation)
+        declared = Declared.of(CheckedHistory.of(self.spent).external(self.relation), self.relation)
         left = declared.left_of(self.target_delta)
         accountant = OneOrderAccountant(order_of_budget(self.target_epsilon, self.target_delta))
         spent = accountant.divergence(self.spent, self.relation)

@@ -27,6 +27,7 @@ FLOORS = (
     ("functional", "_noise", "_fix"),
     ("boundary",),
     ("accounting",),
+    ("noise",),
     ("sampling", "estimators", "plan", "search"),
     ("schedules", "postprocessing"),
     ("config",),

@@ -26,7 +26,8 @@ PUBLIC = {
         FromInfluence
         AbstractPostProcessor LaplacianSmoothing Momentum DPAdamW
         Flat Automatic PerGroup AdaptiveQuantile
-        AbstractSampling BatchPlan Checks Poisson FullBatch
+        AbstractSampling BatchPlan Checks Poisson FullBatch CyclicPoisson FixedOrder UserLevel
+        IndependentNoise BandedNoise LambdaCGD Workload suggest_noise
         fix losses_of_records rows_of_records About
         PLDAccountant StreamingRDPAccountant ApproximateDP ZCDP
     """,
@@ -35,7 +36,8 @@ PUBLIC = {
         PrivateSingleDeviceStrategy PrivateDDPStrategy
     """,
     "lightning_dp.accounting": """
-        Gaussian PoissonGaussian ApproximateDP ZCDP PLDAccountant StreamingRDPAccountant
+        Gaussian PoissonGaussian ApproximateDP ZCDP
+        PLDAccountant StreamingRDPAccountant
         epsilon delta epsilon_text TradeOff trade_off calibrate
         sweep_history recover_journal
     """,

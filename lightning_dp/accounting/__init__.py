@@ -29,7 +29,12 @@ __all__ = [
 if TYPE_CHECKING:
     from lightning_dp.accounting.base import epsilon_text
     from lightning_dp.accounting.calibration import calibrate
-    from lightning_dp.accounting.events import ZCDP, ApproximateDP, Gaussian, PoissonGaussian
+    from lightning_dp.accounting.events import (
+        ZCDP,
+        ApproximateDP,
+        Gaussian,
+        PoissonGaussian,
+    )
     from lightning_dp.accounting.ledger import recover_journal, sweep_history
     from lightning_dp.accounting.pld import PLDAccountant, TradeOff, delta, epsilon, trade_off
     from lightning_dp.accounting.rdp import StreamingRDPAccountant

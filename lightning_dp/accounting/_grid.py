@@ -144,7 +144,7 @@ class GridSearch:
         """Return the larger value of removing and adding a record; exchanging one is symmetric."""
         merged = _merge_full_batch(steps)
         value = self.value(merged, 0.0)
-        if self.relation == "add_remove":
+        if self.relation != "replace_one":
             value = max(value, replace(self, backward=True).value(merged, value))
         return value
 
@@ -388,7 +388,7 @@ class CurveSearch:
                 return without
         values = np.zeros(run.size)
         self._raise_to(values, run, self._search)
-        if relation == "add_remove":
+        if relation != "replace_one":
             self._raise_to(values, run, replace(self._search, backward=True))
         return np.asarray(np.minimum(values, without))
 

@@ -21,7 +21,7 @@ LEAST_EPSILON = 1e-9
 """The smallest budget that noise is calibrated for; grids of losses are no finer."""
 
 _MOST = 16  # values of a cache
-_FACTORS = {"add_remove": 1.0, "replace_one": 2.0}
+_FACTORS = {"add_remove": 1.0, "replace_one": 2.0, "zero_out": 1.0}
 _DELTA = explained(probability, "1e-5 or 1/N^1.1 are usual.")
 
 
@@ -37,8 +37,9 @@ class AbstractAccountant(ABC):
     - a noise multiplier of 0 with a positive count gives ``epsilon = inf`` and ``delta = 1``;
     - the order of the events does not matter, ``(e, n)`` means n times ``(e, 1)``.
 
-    ``relation`` is ``"add_remove"`` (one record added or removed) or ``"replace_one"`` (one record
-    exchanged: the sensitivity of a sum doubles).
+    ``relation`` is ``"add_remove"`` (one record added or removed), ``"replace_one"`` (one record
+    exchanged: the sensitivity of a sum doubles), or ``"zero_out"`` (one record has no effect, and keeps
+    its place: costs what ``"add_remove"`` does, and is all that a fixed order of records allows).
     """
 
     @property
@@ -86,11 +87,11 @@ def check_delta(delta: object) -> float:
 
 
 def check_relation(relation: str) -> float:
-    """Return the factor on the sensitivity, 1 for add/remove and 2 for replace-one, or raise."""
+    """Return the factor on the sensitivity, 1 and for replace-one 2, or raise."""
     if isinstance(relation, str) and relation in _FACTORS:
         return _FACTORS[relation]
     raise ValueError(
-        f"relation must be 'add_remove' or 'replace_one', got {reprlib.repr(relation)}."
+        f"relation must be 'add_remove', 'replace_one' or 'zero_out', got {reprlib.repr(relation)}."
     )
 
 

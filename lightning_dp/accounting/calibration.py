@@ -134,7 +134,7 @@ def _checked(
             f"delta {delta:.3g}: nothing is left for further steps. Raise epsilon.",
             topic="budget-exhausted",
         )
-    if not Declared.of(before.external, relation).left_of(delta) > 0:
+    if not Declared.of(before.external(relation), relation).left_of(delta) > 0:
         raise RefusedSetting(
             f"spent has releases whose own delta takes all of delta={delta:g}: nothing is left for "
             "further steps. Raise delta.",

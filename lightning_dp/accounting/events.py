@@ -23,8 +23,8 @@ from lightning_dp._validate import (
     whole,
 )
 
-Relation: TypeAlias = Literal["add_remove", "replace_one"]
-"""Neighbouring data sets: one record more or less, or one record exchanged."""
+Relation: TypeAlias = Literal["add_remove", "replace_one", "zero_out"]
+"""Neighbouring data sets: one record more or less, exchanged, or without effect at the place it has."""
 
 _NOISE = explained(
     not_negative, "It is the noise standard deviation over the sensitivity (0 means no privacy)."
@@ -65,6 +65,16 @@ class AbstractEvent(ABC):
     def is_step(self) -> bool:
         """True for a noised step of this package; False for what others released."""
         return self.withdrawn is None
+
+    @property
+    def num_steps(self) -> int:
+        """Noised steps that this one charge covers."""
+        return int(self.is_step)
+
+    @property
+    def needs_places(self) -> bool:
+        """True if it says nothing about a record more or less, which would move the others."""
+        return False
 
     @property
     def withdrawn(self) -> str | None:
@@ -210,6 +220,99 @@ class PoissonRound(AbstractEvent):
         # Relative to the least multiplier: 1 / z^2 alone would overflow for z < 1e-154.
         total = math.fsum((least / z) ** 2 for z in self.noise_multipliers)
         return least / math.sqrt(total), self.sample_rate
+
+
+@dataclass(frozen=True)
+class CyclicRound(AbstractEvent):
+    """Several steps in a row with correlated noise, of which a record takes part in one at most.
+
+    Records are divided into parts that take turns (:class:`~lightning_dp.sampling.CyclicPoisson`), and
+    noise is remembered for no more steps than there are parts: all that the steps tell of a record is one
+    Gaussian release on one Poisson sample (Choquette-Choo et al. 2023, arXiv:2306.08153, Theorem 4).
+    It is charged whole before the first of them.
+
+    Args:
+        noise_multiplier: ``z >= 0``; the noise has standard deviation ``z C`` times the length of a
+            column of its matrix.
+        sample_rate: ``b q`` in (0, 1]: probability that a record takes part in the step of its part.
+        steps: at most b.
+
+    Raises:
+        ValueError: if an argument is out of range or NaN.
+
+    Example:
+        >>> event = CyclicRound(noise_multiplier=1.0, sample_rate=0.08, steps=8)
+        >>> event.pair, event.num_steps
+        ((1.0, 0.08), 8)
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        normalise(self, _NOISE, "noise_multiplier")
+        normalise(self, _RATE, "sample_rate")
+        normalise(self, whole, "steps")
+
+    @property
+    def pair(self) -> tuple[float, float]:
+        """``(noise_multiplier, sample_rate)``."""
+        return self.noise_multiplier, self.sample_rate
+
+    @property
+    def num_steps(self) -> int:
+        """``steps``."""
+        return self.steps
+
+
+@dataclass(frozen=True)
+class FixedOrderPass(AbstractEvent):
+    """A pass over the records in an order that stays, of which each record takes part in one step.
+
+    Nothing is amplified: it is known which step uses whom. A pass of independent noise is one Gaussian
+    release, E passes are √E/z-GDP. Noise that remembers makes later passes cost more, or less, than the
+    first: ``noise_multiplier`` is that of the Gaussian which, composed with those of the passes before,
+    is what the passes together are (:meth:`lightning_dp.noise.AbstractNoise.cost`).
+
+    Under ``"zero_out"`` (a record has no effect, and keeps its place), or ``"replace_one"`` at twice
+    the sensitivity. Not under ``"add_remove"``: a record more moves all others by a place.
+
+    Args:
+        noise_multiplier: ``z >= 0``.
+        steps: at most as many as a pass has.
+
+    Raises:
+        ValueError: if an argument is out of range or NaN.
+
+    Example:
+        >>> from lightning_dp.accounting import Gaussian, epsilon
+        >>> passes = [(FixedOrderPass(noise_multiplier=4.0, steps=100), 9)]
+        >>> round(epsilon(passes, 1e-5, "zero_out") / epsilon(Gaussian(4.0 / 3), 1e-5), 9)
+        1.0
+    """
+
+    noise_multiplier: float
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        normalise(self, _NOISE, "noise_multiplier")
+        normalise(self, whole, "steps")
+
+    @property
+    def pair(self) -> tuple[float, float]:
+        """``(noise_multiplier, 1.0)``."""
+        return self.noise_multiplier, 1.0
+
+    @property
+    def num_steps(self) -> int:
+        """``steps``."""
+        return self.steps
+
+    @property
+    def needs_places(self) -> bool:
+        """True."""
+        return True
 
 
 def sampled_gaussian(noise_multiplier: float, sample_rate: float) -> Gaussian | PoissonGaussian:
@@ -443,17 +546,26 @@ def _words(name: str, value: object, *, of: str | None = None) -> str:
 
 def _checked(event: ApproximateDP | ZCDP, relation: Relation) -> Relation:
     """Return the relation that ε is asked for, or refuse a guarantee that does not speak of it."""
-    if event.relation == "replace_one" and relation == "add_remove":
+    if event.relation == "replace_one" and relation != "replace_one":
         raise ValueError(
             f"{event} holds for replacing a record only, since it may release the number of records. "
             "State a guarantee under add_remove, or compute ε under relation='replace_one'."
         )
-    return relation
+    if event.relation == "zero_out" and relation == "add_remove":
+        raise ValueError(
+            f"{event} is a guarantee for a record that keeps its place, and says nothing about one "
+            "more or less. Ask for ε under relation='zero_out' or 'replace_one'."
+        )
+    # Without the record is a data set in which it has no effect, and costs as much.
+    return event.relation if relation == "zero_out" else relation
 
 
 _KNOWN: dict[str, type[AbstractEvent]] = {
     kind.__name__: kind
-    for kind in (Gaussian, PoissonGaussian, PoissonRound, ApproximateDP, ZCDP, Voided)
+    for kind in (
+        *(Gaussian, PoissonGaussian, PoissonRound, CyclicRound, FixedOrderPass),
+        *(ApproximateDP, ZCDP, Voided),
+    )
 }
 
 

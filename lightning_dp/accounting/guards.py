@@ -176,7 +176,7 @@ class RDPGuard(AbstractGuard):
     ) -> None:
         self._relation = relation
         before = CheckedHistory.of(spent)
-        declared = Declared.of(before.external, relation)
+        declared = Declared.of(before.external(relation), relation)
         expected = joined(before.steps, plan if isinstance(plan, Steps) else merge(plan))
         self._declared = declared
         self.order = RenyiCurve(expected, relation, declared).best(delta)[1]

@@ -159,9 +159,8 @@ class Charges(Mapping[str, History]):
         return self.length(run) > other.length(run)
 
     def _count(self, event: AbstractEvent, count: int) -> None:
-        if event.is_step:
-            self.steps += count
-        elif self.voided is None:
+        self.steps += count * event.num_steps
+        if not event.is_step and self.voided is None:
             self.voided = event.withdrawn
 
     def to_dict(self) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class PLDAccountant(AbstractAccountant):
         from lightning_dp.accounting._grid import Target
 
         checked = CheckedHistory.of(history)
-        steps, declared = checked.steps, Declared.of(checked.external, relation)
+        steps, declared = checked.steps, Declared.of(checked.external(relation), relation)
         check_relation(relation)
         left = declared.left_of(check_delta(delta))
         if declared.is_empty:
@@ -123,7 +123,7 @@ class PLDAccountant(AbstractAccountant):
         target = Target(epsilon=not_negative("epsilon", epsilon))
         check_relation(relation)
         checked = CheckedHistory.of(history)
-        steps, declared = checked.steps, Declared.of(checked.external, relation)
+        steps, declared = checked.steps, Declared.of(checked.external(relation), relation)
         search = self._search(declared, relation, target)
         if not declared.is_empty:
             bound = RenyiCurve(steps, relation, declared).delta(epsilon)
@@ -152,7 +152,7 @@ class PLDAccountant(AbstractAccountant):
     ) -> FloatArray:
         from lightning_dp.accounting._grid import CurveSearch, Run, Target
 
-        declared = Declared.of(CheckedHistory.of(spent).external, relation)
+        declared = Declared.of(CheckedHistory.of(spent).external(relation), relation)
         run = Run.of(plan, lengths, [each for each in spent if each[0].is_gaussian])
         left, steps = declared.left_of(delta), run.steps()
         is_little = mu_of(steps, relation) < _NEXT_TO_NOTHING
@@ -369,7 +369,7 @@ class EnvelopeAccountant(AbstractAccountant):
         checked = CheckedHistory.of(history)
         steps = checked.steps
         return (
-            not checked.external
+            not checked.others
             and steps.total <= self.steps
             and bool(np.all(steps.noise_multipliers >= self.noise_multiplier))
             and bool(np.all(steps.sample_rates <= self.sample_rate))

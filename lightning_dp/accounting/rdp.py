@@ -83,7 +83,7 @@ class RenyiCurve:
     @classmethod
     def of(cls, history: CheckedHistory, relation: Relation) -> RenyiCurve:
         check_relation(relation)
-        return cls(history.steps, relation, Declared.of(history.external, relation))
+        return cls(history.steps, relation, Declared.of(history.external(relation), relation))
 
     @property
     def is_empty(self) -> bool:
@@ -231,7 +231,7 @@ def _log_moments(z: FloatArray, q: FloatArray, order: float, relation: Relation)
     """``(a - 1) rho(a)`` of every (z, q), q < 1; a node of rate 1 is read as the Gaussian it is."""
     result = 0.5 * check_relation(relation) ** 2 * order * (order - 1) * (1 / z) ** 2
     sampled = q < 1
-    if relation == "add_remove" and order == round(order):
+    if relation != "replace_one" and order == round(order):
         # As e^x - 1 grows faster than x, a sum of terms up to x_a is at most q^2 (e^x_a - 1).
         last = order * (order - 1) / 2 * (1 / z) ** 2
         small = sampled & (last < _SMALL)

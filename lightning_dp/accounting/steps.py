@@ -14,10 +14,12 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dp._refusals import RefusedSetting
 from lightning_dp.accounting.events import (
     AbstractEvent,
     AbstractExternal,
     History,
+    Relation,
     check_entry,
     check_history,
     sampled_gaussian,
@@ -105,13 +107,13 @@ class CheckedHistory(Sequence[tuple[AbstractEvent, int]]):
     Args:
         events: what was given.
         steps: all Gaussian steps, merged.
-        external: what is no Gaussian that could be merged, with counts above 0.
+        others: what is no Gaussian that could be merged, with counts above 0.
         later: those of the steps that follow the events.
     """
 
     events: History
     steps: Steps
-    external: tuple[tuple[AbstractExternal, int], ...] = ()
+    others: tuple[tuple[AbstractExternal, int], ...] = ()
     later: Steps | None = None
 
     @classmethod
@@ -122,7 +124,12 @@ class CheckedHistory(Sequence[tuple[AbstractEvent, int]]):
         entries = check_history(history, name)
         steps = merge([entry for entry in entries if not isinstance(entry[0], AbstractExternal)])
         external = [(e, n) for e, n in entries if isinstance(e, AbstractExternal) and n]
-        return cls(history, steps, tuple(external))
+        return cls(entries, steps, tuple(external))
+
+    def external(self, relation: Relation) -> tuple[tuple[AbstractExternal, int], ...]:
+        """Return what others released; raise ValueError if an event says nothing about the relation."""
+        check_places(self.events, relation)
+        return self.others
 
     def followed_by(self, steps: Steps) -> CheckedHistory:
         """Return it with further steps, of which there may be many."""
@@ -137,6 +144,23 @@ class CheckedHistory(Sequence[tuple[AbstractEvent, int]]):
 
     def __getitem__(self, index: Any) -> Any:
         return self._entries[index]
+
+
+def check_places(history: History, relation: Relation) -> None:
+    """Refuse "add_remove" for records in a fixed order, which one record more would move.
+
+    Raises:
+        ValueError: naming the relations that can be asked for.
+    """
+    fixed = relation == "add_remove" and next((e for e, n in history if n and e.needs_places), None)
+    if fixed:
+        raise RefusedSetting(
+            f"{fixed} is about records in a fixed order, where one record more or less moves others to "
+            "other steps: relation='add_remove' has no bound there. Ask for relation='zero_out' (one "
+            "record has no effect, and keeps its place; same ε as add_remove has elsewhere), or "
+            "'replace_one'.",
+            topic="fixed-order",
+        )
 
 
 class AbstractPairPlan(ABC):

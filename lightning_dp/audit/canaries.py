@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_dp._checks import check_loader
+from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import probability, whole
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.base import epsilon_text
@@ -38,6 +39,7 @@ from lightning_dp.clipping import Flat
 from lightning_dp.config import Checks, PrivacyConfig
 from lightning_dp.gradients import AbstractGradientEngine
 from lightning_dp.run import PrivateRun
+from lightning_dp.sampling.blocks import AbstractBlockSampling
 from lightning_dp.strategies.strategy import DifferentialPrivacyStrategy, install
 
 __all__ = ["AuditReport", "audit"]
@@ -150,10 +152,21 @@ def _check(privacy: PrivacyConfig, num_canaries: int, confidence: float) -> None
         raise ValueError(
             "noise_multiplier=0: without noise there is no ε to audit. Give a positive one."
         )
+    if privacy.noise.bands > 1 or isinstance(privacy.sampling, AbstractBlockSampling):
+        raise RefusedSetting(
+            f"noise={privacy.noise} with sampling={privacy.sampling}: the audit takes the steps of a run "
+            "for independent. Audit with Poisson() and IndependentNoise(), which test the same clipping.",
+            topic="correlated-noise",
+        )
     if privacy.runs_each_record_alone:
         raise ValueError(
             "engine='one_by_one' has no chunk to put canaries in. Audit with engine='auto': what "
             "is audited comes after the gradients, and is the same for all engines."
+        )
+    if privacy.has_several_rows:
+        raise ValueError(
+            "Canaries are single rows. Audit without unit and augmentations: what is audited comes "
+            "after the gradients, and is the same for all units."
         )
     if not isinstance(privacy.clipping, Flat):
         raise ValueError(

@@ -184,7 +184,7 @@ def draw(
 
 
 def noise_source(seed: int | None, *stream: int) -> NoiseSource:
-    """Return noise of the operating system; with a ``seed``, for tests, a function of seed and stream."""
+    """Return noise that the operating system seeds; with a ``seed``, for tests, repeatable noise."""
     if seed is None:
         return NoiseSource()
     return NoiseSource(int(random_generator(seed, 2, *stream).integers(2**62)))

@@ -103,11 +103,13 @@ class SampleBatch:
         value: as ``training_step`` takes it.
         size: how many samples it has.
         layout: where in it the samples are.
+        owners: the units to which the samples belong; None if each is a unit.
     """
 
     value: Any
     size: int
     layout: Layout = DEFAULT_LAYOUT
+    owners: RowOwners | None = None
 
     def check(self) -> None:
         """Refuse a batch of which some part has no entry for each sample."""
@@ -139,16 +141,19 @@ class SampleBatch:
             places = samples.tolist() if places is None else places
             return type(leaf)([leaf[place] for place in places])
 
-        return SampleBatch(self.map(some), len(samples), self.layout)
+        owners = None if self.owners is None else self.owners.of(samples)
+        return SampleBatch(self.map(some), len(samples), self.layout, owners)
 
     @property
     def singles(self) -> Sequence[Any]:
-        """Batches of one sample each; refused as in :meth:`check`."""
+        """Batches of one sample, or of one unit's samples; refused as in :meth:`check`."""
         if isinstance(self.value, Singles):
             return self.value
         if self.size < 2:
             return [self.value]
         self.check()
+        if self.owners is not None:
+            return [self.of(places).value for places in self.owners.places()]
         return [self.of(torch.tensor([place])).value for place in range(self.size)]
 
     def map(self, of_samples: Callable[[Leaf], Leaf]) -> Any:
@@ -161,7 +166,7 @@ class SampleBatch:
     def copied(self) -> SampleBatch:
         """Return the batch with copies of the tensors, which may be changed in place."""
         own = self.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
-        return SampleBatch(own, self.size, self.layout)
+        return SampleBatch(own, self.size, self.layout, self.owners)
 
     @property
     def versions(self) -> list[int]:
@@ -305,6 +310,19 @@ class RowOwners:
     records: int
     owners: Tensor
 
+    @cached_property
+    def counts(self) -> Tensor:
+        """The number of rows of each record, shape (n,)."""
+        return self.owners.bincount(minlength=self.records)
+
+    def of(self, rows: Tensor) -> RowOwners:
+        """Return the owners of some of the rows, among all n records."""
+        return RowOwners(self.records, self.owners[rows.to(self.owners.device)])
+
+    def places(self) -> list[Tensor]:
+        """Return the rows of each record."""
+        return [(self.owners == record).nonzero().flatten() for record in range(self.records)]
+
     def __call__(self, rows: Tensor) -> Tensor:
         """Return shape (n, f, ...) for shape (N, ...), f the most rows that a record has, at least 1.
 
@@ -319,14 +337,24 @@ class RowOwners:
                 "record: choose none by its values.",
                 topic="rows-and-records",
             )
-        owners, order = self.owners.to(rows.device).sort(stable=True)
-        counts = owners.bincount(minlength=self.records)
+        most, order, places = self._moves
+        if order is None:
+            return rows.view(self.records, most, *rows.shape[1:])
+        padded = rows.new_zeros(self.records * most, *rows.shape[1:])
+        padded.index_copy_(0, places.to(rows.device), rows[order.to(rows.device)])
+        return padded.view(self.records, most, *rows.shape[1:])
+
+    @cached_property
+    def _moves(self) -> tuple[int, Tensor | None, Tensor]:
+        """Return f, which rows to take, and their places among n f; no rows where all stay."""
+        owners, order = self.owners.sort(stable=True)
+        counts = self.counts
         most = max(1, int(counts.max()) if len(counts) else 0)
         start = counts.cumsum(0) - counts
-        own_place = owners.new_ones(len(owners)).cumsum(0) - 1 - start[owners]
-        padded = rows.new_zeros(self.records * most, *rows.shape[1:])
-        padded.index_copy_(0, owners * most + own_place, rows[order])
-        return padded.view(self.records, most, *rows.shape[1:])
+        places = owners * most + torch.arange(len(owners), device=owners.device) - start[owners]
+        is_equal = len(counts) == self.records and bool((counts == most).all())
+        stays = is_equal and bool((owners == self.owners).all())
+        return most, None if stays else order, places
 
 
 _in_force: ContextVar[RowOwners | None] = ContextVar("rows_of_records", default=None)

@@ -632,7 +632,8 @@ class Convolution(AbstractForm):
         return self._backward(v, scaled, self.weight_shape, self.groups)
 
     def of_records(self, use: Use, folding: Folding) -> Use:
-        return Use(self, folding(use.v), folding(use.u))
+        v, u = (folding(self._of_rows(each)).flatten(1, 2) for each in (use.v, use.u))
+        return Use(self, v, u)
 
     def _of_rows(self, tensor: Tensor) -> Tensor:
         """Return shape (n, f, channels, *size), f = 1 where a record has one row."""

@@ -57,7 +57,8 @@ class Call:
         inputs: what the rule takes of the call.
         edge: where the gradient of the output arrives.
         is_first: no other call feeds it.
-        folding: tells whose the rows are; None if they are the records.
+        folding: tells whose the rows are; None if they are the samples.
+        owners: tells of which units the samples are; None if each is one.
         shape: of the gradient for the rule; None if it is as it arrives.
         name: in the model, or of the function.
     """
@@ -70,6 +71,7 @@ class Call:
     folding: Folding | None = None
     shape: Sequence[int] | None = None
     name: str = ""
+    owners: Folding | None = None
 
     def take_inputs(self, *, keep: bool = False) -> tuple[Tensor, ...]:
         """Hand over the inputs, unless one was overwritten; without ``keep`` they are free then."""
@@ -85,7 +87,9 @@ class Call:
         """Return every parameter with its use, from the inputs and the gradient of the output."""
         *inputs, u = map(at_least_float32, tensors)
         uses = self.rule(self.layer, *inputs, u if self.shape is None else u.reshape(self.shape))
-        return uses if self.folding is None else uses_of_records(uses, self.folding)
+        for folding in (self.folding, self.owners):
+            uses = uses if folding is None else uses_of_records(uses, folding)
+        return uses
 
 
 def copied(part: Tensor, gradient: Tensor) -> Uses:

@@ -196,7 +196,7 @@ class _Passes:
             if gradient is not None:
                 tensors = *call.take_inputs(keep=keep), gradient
                 is_only_one = all(self._calls_of[place] == 1 for place in places)
-                if is_only_one and call.folding is None:
+                if is_only_one and call.folding is None and call.owners is None:
                     for records in _slices(len(gradient), tensors):
                         some = self._uses(call, *[each[records] for each in tensors])
                         for place, uses in some.items():

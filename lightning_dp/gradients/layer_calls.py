@@ -17,13 +17,15 @@ from lightning_dp._refusals import RefusedRun
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
     AbstractPerSampleGradients,
+    Around,
+    Forward,
     UncoveredParameterError,
     UnsupportedModelError,
     as_unsupported,
     refuse_complex,
     refuse_without_records,
 )
-from lightning_dp.gradients.batches import folding_in_force
+from lightning_dp.gradients.batches import RowOwners, SampleBatch, folding_in_force
 from lightning_dp.gradients.calls import Call, CallSums, DualSums, KeptInputs, go_back, run_along
 from lightning_dp.gradients.graph import Survey, changes_order, survey
 from lightning_dp.gradients.module_hooks import ModuleHooks
@@ -75,6 +77,8 @@ class Recorder:
         self._param_names = {id(param): name for name, param in module.named_parameters()}
         self._names = {layer: name for name, layer in module.named_modules()}
         self._what: Literal["values", "nothing", "duals"] = "values"
+        self.owners: RowOwners | None = None
+        """The units of the samples that run; None if each is one."""
         self.drop()
         trained = {id(param) for param in params}
         rules = _rules_of_layers(module, trained, units)
@@ -148,7 +152,9 @@ class Recorder:
             rule = unit_rule(layer) if rule is None else rule
             inputs = [x if self._what == "duals" else x.detach() for x in args]
             kept, edge = self._keeps(inputs, output), get_gradient_edge(output)
-            self._calls.append(Call(rule, layer, kept, edge, folding=folding_in_force(), name=name))
+            call = Call(rule, layer, kept, edge, folding=folding_in_force(), name=name)
+            call.owners = self.owners
+            self._calls.append(call)
 
     def _is_exchanged(self, layer: nn.Module) -> bool:
         """Return whether other tensors are in the places of a layer's parameters now."""
@@ -247,6 +253,10 @@ class AbstractLayerEngine(AbstractGradientEngine):
                 "The engine watches no model: attach() must come first.", topic="out-of-order"
             )
         return self._recorder
+
+    def run(self, forward: Forward, batch: SampleBatch, around: Around | None = None) -> Any:
+        self._attached.owners = batch.owners
+        return super().run(forward, batch, around)
 
     def outputs_of_layers(self) -> Collection[Any]:
         return self._attached.outputs()

@@ -32,7 +32,7 @@ _NO_SECOND = (
 
 
 class OneByOne(AbstractGradientEngine):
-    """The gradient of each record by itself, with respect to the trained parameters.
+    """The gradient of each record, or unit, by itself, with respect to the trained parameters.
 
     It sees neither layers nor calls, so a parameter may be used anywhere and in any way. A batch of
     several records is taken apart, and ``training_step`` runs for each of them.
@@ -54,10 +54,11 @@ class OneByOne(AbstractGradientEngine):
 
     def run(self, forward: Forward, batch: SampleBatch, around: Around | None = None) -> Any:
         self.drop()
-        if batch.size < 2:
-            return forward(batch.singles[0])
+        singles = batch.singles
+        if len(singles) < 2:
+            return forward(singles[0])
         rows, losses = list[Tensor](), list[Tensor]()
-        for single in batch.singles:
+        for single in singles:
             loss = loss_in(forward(single))
             if not isinstance(loss, Tensor):  # it contributes zero
                 loss = torch.zeros((), device=self._params[0].device)

@@ -24,7 +24,7 @@ from lightning_dp.gradients.base import (
     OtherRowsError,
     UnsupportedModelError,
 )
-from lightning_dp.gradients.batches import is_differentiable, loss_in
+from lightning_dp.gradients.batches import RowOwners, is_differentiable, loss_in
 from lightning_dp.gradients.clip_count import CountedGradients
 from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.gradients.parameter_sum import BookkeptGradients
@@ -94,9 +94,10 @@ class Replay:
         forward: runs a batch and returns its loss, the mean over the records, or None if it gives
             none. None if it cannot be run again.
         batch: what the records are in.
-        size: how many records it has.
+        size: how many records it has; units, if they have several rows.
         randomness: as its first run found it; None if that run is still to come.
         see: is called with what ``training_step`` returns for the whole batch.
+        owners: the units to which its rows belong; None if each row is one.
     """
 
     forward: Forward | None
@@ -104,6 +105,12 @@ class Replay:
     size: int
     randomness: RandomState | None = None
     see: Callable[[Any], object] = id
+    owners: RowOwners | None = None
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the data set in it."""
+        return self.size if self.owners is None else len(self.owners.owners)
 
     def again(self) -> AbstractContextManager[None]:
         """Return a context in which the records draw what they drew in their first run."""
@@ -289,19 +296,19 @@ class RecordPasses:
             raise RefusedRun(
                 "A further query needs a chunk that can run again.", topic="out-of-order"
             )
-        run = chunk.forward, chunk.batch, chunk.size
+        run = chunk.forward, chunk.batch, chunk.rows
         quietly = self._quietly(self.watched.engine)
         with chunk.again(), quietly as around, self._at(each.point), torch.enable_grad():
             try:
                 if each.direction is not None:
                     weights = each.gradient, each.product
-                    return self.watched.along(*run, each.direction, weights, around)
-                output = self.watched.run(*run, around)
+                    return self.watched.along(*run, each.direction, weights, around, chunk.owners)
+                output = self.watched.run(*run, around, chunk.owners)
                 chunk.see(output)
                 loss = loss_in(output)
                 if not is_differentiable(loss):
                     return None
-                self.watched.check_loss(loss, chunk.size)
+                self.watched.check_loss(loss, chunk.rows)
                 elsewhere = each.point is not None  # where nothing can be asked for after the pass
                 self.watched.backward(loss, combined=combined or elsewhere)
                 return self.watched.take()

@@ -93,7 +93,7 @@ class Records(AbstractGradientEngine):
         self._params: tuple[nn.Parameter, ...] = ()
         self._names: dict[int, str] = {}
         self._memory = ScratchPool()
-        self._own_memory = self._along = self._edits = False
+        self._own_memory = self._along = self._edits = self._has_owners = False
         self._groups: list[_Group] = []
         self._size = 0
 
@@ -109,6 +109,7 @@ class Records(AbstractGradientEngine):
         batch.check()
         self.has_asked = not batch.is_all_rows
         self._size, places = batch.size, torch.arange(batch.size)
+        self._has_owners = batch.owners is not None
         step = partial(self._run_together, forward, around or (lambda *_: nullcontext()))
         if others := batch.others:  # texts and what else is no tensor are equal in a group
             keys = [repr([each[i] for each in others]) for i in range(batch.size)]
@@ -164,6 +165,8 @@ class Records(AbstractGradientEngine):
                 reason = _RAISED.format(type(error).__name__)
                 raise UnsupportedModelError(f"{reason}.", topic="unsupported-model") from error
             self.has_asked |= recorder.has_asked
+            for call in recorder.calls:
+                call.owners = batch.owners
             losses = self._losses(recorder, loss_in(output))
             output = map_leaves(output, lambda x: _all_rows(x) if isinstance(x, Tensor) else x)
         del value
@@ -251,7 +254,8 @@ class Records(AbstractGradientEngine):
         self._refuse_missed(loss, found, {call.edge.node for call in missed})
         for each in sums:
             each.pull_back()
-        self._found = partial(self._together, sums, [group.places for group in groups])
+        places = [group.places for group in groups]
+        self._found = partial(self._together, sums, None if self._has_owners else places)
 
     def _refuse_missed(
         self, loss: Tensor, found: Sequence[Tensor | None], calls: Collection[Any]
@@ -268,8 +272,12 @@ class Records(AbstractGradientEngine):
             )
 
     def _together(
-        self, sums: Sequence[CallSums], places: Sequence[Tensor], scale: float
+        self, sums: Sequence[CallSums], places: Sequence[Tensor] | None, scale: float
     ) -> AbstractPerSampleGradients:
+        if places is None:  # a unit has samples in several groups, so that each group has all units
+            of_units = [each.gradients(scale) for each in sums]
+            first, *others = [each for each in of_units if each.count] or of_units[:1]
+            return first.combine(1.0, [(1.0, each) for each in others]) if others else first
         pairs = zip(sums, places, strict=True)
         found = [each.gradients(scale * self._size / len(own)) for each, own in pairs]
         return found[0] if len(found) == 1 else GroupedGradients(found, places)

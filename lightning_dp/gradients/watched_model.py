@@ -19,10 +19,17 @@ from lightning_dp.gradients.base import (
     OtherRowsError,
     UnsupportedModelError,
 )
-from lightning_dp.gradients.batches import DEFAULT_LAYOUT, SampleBatch, is_differentiable, loss_in
+from lightning_dp.gradients.batches import (
+    DEFAULT_LAYOUT,
+    RowOwners,
+    SampleBatch,
+    is_differentiable,
+    loss_in,
+)
 from lightning_dp.gradients.compiled import CompiledParts, as_written
 from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.gradients.graph import CoupledLossError, check_loss_graph
+from lightning_dp.gradients.unit_means import UnitMeans
 
 __all__ = ["NoLoss", "RawGradientGuard", "RawGradientHookError", "WatchedModel", "WrapEngine"]
 
@@ -134,6 +141,7 @@ class WatchedModel:
     ) -> None:
         self._module, self._params, self._choice = module, params, choice
         self._wrap, self._checks_graph = wrap, loss_graph_check
+        self._owners: RowOwners | None = None  # of the latest pass
         self.engine = self._attached()
         """The engine in use."""
         others = {id(param) for param in public}
@@ -197,10 +205,17 @@ class WatchedModel:
 
     # -- a pass ------------------------------------------------------------------------------------
 
-    def run(self, forward: Forward, batch: Any, size: int, around: Around | None = None) -> Any:
-        """Run a forward pass of a batch of ``size`` records under the engine, whose hooks are on then."""
+    def run(
+        self,
+        forward: Forward,
+        batch: Any,
+        size: int,
+        around: Around | None = None,
+        owners: RowOwners | None = None,
+    ) -> Any:
+        """Run a forward pass of a batch of ``size`` rows, of these units, under the engine."""
         with self._watching():
-            output = self.engine.run(forward, self._batch(batch, size), around)
+            output = self.engine.run(forward, self._batch(batch, size, owners), around)
         if self.engine.one_record:  # which goes back at once, where there are several
             self._refuse_inside()
         return output
@@ -222,8 +237,9 @@ class WatchedModel:
         """
         return nullcontext() if self.engine.one_record else self._compiled.as_written()
 
-    def _batch(self, batch: Any, size: int) -> SampleBatch:
-        return SampleBatch(batch, size, self._choice.layout or DEFAULT_LAYOUT)
+    def _batch(self, batch: Any, size: int, owners: RowOwners | None) -> SampleBatch:
+        self._owners = owners
+        return SampleBatch(batch, size, self._choice.layout or DEFAULT_LAYOUT, owners)
 
     def check_loss(self, loss: Tensor, size: int) -> None:
         """Refuse a loss that mixes so many records by more than sums, before its backward pass."""
@@ -244,7 +260,13 @@ class WatchedModel:
     def take(self, scale: float = 1.0) -> AbstractPerSampleGradients:
         """Take what the last backward pass left; ``scale`` undoes a division of the loss."""
         self._raw.touched()
-        return self.engine.take(scale)
+        return self._of_units(self.engine.take(scale))
+
+    def _of_units(self, found: AbstractPerSampleGradients) -> AbstractPerSampleGradients:
+        """Return the mean of each unit's rows, of engines that give scaled sums over them."""
+        if self._owners is None or self.engine.one_record:
+            return found
+        return UnitMeans.of(found, self._owners)
 
     def along(
         self,
@@ -254,6 +276,7 @@ class WatchedModel:
         direction: Tensor,
         weights: tuple[float, float],
         around: Around | None = None,
+        owners: RowOwners | None = None,
     ) -> AbstractPerSampleGradients:
         """Return w g_i + w' H_i u of each record, as :meth:`AbstractGradientEngine.along`.
 
@@ -262,7 +285,7 @@ class WatchedModel:
         """
 
         def run_again() -> Tensor:
-            loss = loss_in(self.engine.run(forward, self._batch(batch, size), around))
+            loss = loss_in(self.engine.run(forward, self._batch(batch, size, owners), around))
             if not is_differentiable(loss):
                 raise NoLoss
             self.check_loss(loss, size)
@@ -270,7 +293,7 @@ class WatchedModel:
 
         try:
             with as_written(), self._watching():
-                return self.engine.along(run_again, direction, weights)
+                return self._of_units(self.engine.along(run_again, direction, weights))
         finally:
             self._raw.touched()
 

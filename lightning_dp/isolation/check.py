@@ -30,6 +30,7 @@ from lightning_dp.isolation.comparison import (
     have_same_shapes,
     movement,
     paired_rows,
+    places_in,
     resolution,
     take_sample,
 )
@@ -167,7 +168,8 @@ class Check:
         step, self.step = self.step, None
         if step is None or step.run.gradients is None or self._twins.has_ever:
             return None
-        if not are_given_the_same(step.run.batch, exchanged.batch, len(self._samples), kept):
+        rows, places = exchanged.rows, places_in(self._samples, kept)
+        if not are_given_the_same(step.run.batch, exchanged.batch, rows, places):
             return None  # samples that are read twice are not the same
         found = _Found()
         self._compare(found, step.run, exchanged, kept)
@@ -214,7 +216,7 @@ class Check:
         variants = Variants.of(self._samples, self._kept(0))
         together = self._runner.batch_of(variants.together, self._start)
         exchanged = self._runner.batch_of(variants.exchanged, self._start)
-        sizes, kept = (control.size, control.size), variants.kept
+        sizes, kept = (control.rows, control.rows), places_in(self._samples, variants.kept)
         rows = paired_rows(together, exchanged, sizes, kept, kept)
         if rows[0] != rows[1] and control.has_drawn:
             self.not_compared = "records are put in an order, and meet other random numbers"
@@ -290,7 +292,7 @@ class Check:
         is_settled = (
             (isolates and a.has_drawn and a.given is not None and b.given is not None)
             and not a.given.differences(b.given)
-            and are_given_the_same(a.batch, b.batch, a.size, kept)
+            and are_given_the_same(a.batch, b.batch, a.rows, places_in(a.samples, kept))
         )
         has_gradients = not is_settled and (a.gradients or b.gradients)
         if not is_same_draw and (a.gradients or b.gradients):
@@ -316,11 +318,11 @@ class Check:
                 changed = {each.name for each in a.start.differences(a.end) if each.kind in _KEPT}
                 self.same_in_both = (changed | a.written) - {each.name for each in moved}
         if found.exchanged > TOLERANCE:
-            sizes = (a.size, b.size)
-            if self._runner.pipeline.made_by and not are_same_rows(a.batch, b.batch, sizes, kept):
+            sizes, rows = (a.rows, b.rows), places_in(a.samples, kept)
+            if self._runner.pipeline.made_by and not are_same_rows(a.batch, b.batch, sizes, rows):
                 found.where = f"the batch itself, made by {self._runner.pipeline.made_by}"
             elif a.calls:
-                layer = first_that_mixes(a.calls, b.calls, (kept, kept), sizes)
+                layer = first_that_mixes(a.calls, b.calls, (rows, rows), sizes)
                 found.where = layer or OUTSIDE_OF_LAYERS
         found.runs = [a, b]
 

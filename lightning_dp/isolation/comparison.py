@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from lightning_dp.clipping import Flat, Rescaling
 from lightning_dp.functional import in_float64
 from lightning_dp.gradients.base import AbstractPerSampleGradients
+from lightning_dp.gradients.batches import RowOwners
 from lightning_dp.gradients.batches import leaves as leaves_of
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.parameter_sum import BookkeptGradients, MaterialisedGradients
@@ -37,6 +38,7 @@ __all__ = [
     "TOLERANCE",
     "Call",
     "GradientSample",
+    "UnitRows",
     "Variants",
     "are_given_the_same",
     "are_in_other_rows",
@@ -45,8 +47,11 @@ __all__ = [
     "have_same_shapes",
     "movement",
     "own_copies",
+    "owners_in",
     "paired_rows",
+    "places_in",
     "resolution",
+    "rows_in",
     "take_sample",
     "watch_calls",
 ]
@@ -216,6 +221,45 @@ def _sketch(vector: Tensor, generator: torch.Generator) -> Tensor:
 # -- batches -----------------------------------------------------------------------------------------
 
 
+class UnitRows(tuple[Any, ...]):
+    """The rows of one unit, as one of several samples."""
+
+    __slots__ = ()
+
+
+def rows_in(samples: Sequence[Any]) -> list[Any]:
+    """Return the rows of samples, one unit's after the other's."""
+    found = (each if isinstance(each, UnitRows) else (each,) for each in samples)
+    return [row for rows in found for row in rows]
+
+
+def owners_in(samples: Sequence[Any]) -> RowOwners | None:
+    """Return the sample of each row; None where each row is one."""
+    if not any(isinstance(each, UnitRows) for each in samples):
+        return None
+    counts = torch.tensor([len(each) for each in samples])
+    return RowOwners(len(samples), torch.arange(len(samples)).repeat_interleave(counts))
+
+
+def places_in(samples: Sequence[Any], kept: Sequence[int]) -> list[int]:
+    """Return the places of the rows of some samples among those of all.
+
+    Example:
+        >>> places_in([UnitRows("ab"), UnitRows("c"), UnitRows("de")], [0, 2])
+        [0, 1, 3, 4]
+    """
+    owners = owners_in(samples)
+    places = None if owners is None else owners.places()
+    return list(kept) if places is None else [int(row) for i in kept for row in places[i]]
+
+
+def _like(place: Any, given: Any) -> Any:
+    """Return a sample for a place; of a unit as many rows as are there, so that all rows stay."""
+    if not isinstance(place, UnitRows):
+        return given
+    return UnitRows(given[i % len(given)] for i in range(len(place)))
+
+
 @dataclass(frozen=True)
 class Variants:
     """Lists of samples to be compared; sensitive.
@@ -243,11 +287,13 @@ class Variants:
             >>> variants = Variants.of("abcdef", [1, 4])
             >>> "".join(variants.exchanged), "".join(variants.alone)
             ('bbebee', 'be')
+            >>> Variants.of([UnitRows("ab"), UnitRows("c")], [1]).exchanged
+            [('c', 'c'), ('c',)]
         """
         exchanged, given = list(samples), turn
         for place in range(len(samples)):
             if place not in kept:
-                exchanged[place] = samples[kept[given % len(kept)]]
+                exchanged[place] = _like(samples[place], samples[kept[given % len(kept)]])
                 given += 1
         return cls(list(samples), list(kept), exchanged)
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.batches import UNKNOWN_LAYOUT, Layout
 from lightning_dp.gradients.parameter_sum import BookkeptGradients
 from lightning_dp.isolation.check import CURES, Check, Outcome, Settings
-from lightning_dp.isolation.comparison import GradientSample, take_sample
+from lightning_dp.isolation.comparison import GradientSample, UnitRows, take_sample
 from lightning_dp.isolation.replay import Run, Runner
 from lightning_dp.isolation.state import TwinState
 
@@ -50,10 +51,11 @@ class DryRun:
     Args:
         like: the sample; None if there is none.
         have_lengths: the ``collate_fn`` may take samples of several lengths.
+        in_units: samples are compared in units of several rows.
     """
 
-    def __init__(self, like: Any, *, have_lengths: bool = True) -> None:
-        self._have_lengths = have_lengths
+    def __init__(self, like: Any, *, have_lengths: bool = True, in_units: bool = False) -> None:
+        self._have_lengths, self._in_units = have_lengths, in_units
         self._like = like
 
     def samples(self, count: int, *, are_longer: bool = True) -> list[Any]:
@@ -116,16 +118,23 @@ class DryRun:
         """
         count = _FEWEST if runner.passes.watched.engine.one_record else _SAMPLES
         try:
-            first = _FirstRun(runner, self.samples(count), clip_norm)
+            first = _FirstRun(runner, self._units(count), clip_norm)
         except UnsupportedModelError:
             raise
         except Exception:  # synthetic lengths that it does not take
-            first = _FirstRun(runner, self.samples(count, are_longer=False), clip_norm)
+            first = _FirstRun(runner, self._units(count, are_longer=False), clip_norm)
         isolates = runner.passes.watched.engine.isolates
         is_constant = isolates and not bool((first.norms > _NOTHING).any())
         if is_constant and runner.has_plain_gradient(first.samples):
             raise UnsupportedModelError(_CONSTANT, topic="coupled-records")
         return first
+
+    def _units(self, count: int, *, are_longer: bool = True) -> list[Any]:
+        """Return synthetic units: single samples, or some with two rows and some with one."""
+        if not self._in_units:
+            return self.samples(count, are_longer=are_longer)
+        rows = iter(self.samples(count + count // 2, are_longer=are_longer))
+        return [UnitRows(islice(rows, 1 + place % 2)) for place in range(count)]
 
 
 class _FirstRun:

@@ -24,7 +24,13 @@ from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.batches import Singles, is_differentiable, loss_in
 from lightning_dp.gradients.graph import WaitingLosses
 from lightning_dp.gradients.parameter_sum import BookkeptGradients
-from lightning_dp.isolation.comparison import Call, GradientSample, watch_calls
+from lightning_dp.isolation.comparison import (
+    Call,
+    GradientSample,
+    owners_in,
+    rows_in,
+    watch_calls,
+)
 from lightning_dp.isolation.state import Marks
 
 __all__ = ["Pipeline", "PublicStep", "Run", "Runner", "StepAsRun", "without_dropout"]
@@ -83,6 +89,11 @@ class Run:
     written: frozenset[str] = frozenset()
     calls: tuple[Call, ...] = field(default=(), repr=False)
     hook_failed: str = ""
+
+    @property
+    def rows(self) -> int:
+        """The number of rows in its batch."""
+        return len(rows_in(self.samples)) if self.samples else self.size
 
 
 def _has_drawn(run: Run, start: RandomState, end: Snapshot | None) -> bool:
@@ -227,7 +238,7 @@ class Runner:
             return self._batch(samples)
 
     def _batch(self, samples: Sequence[Any]) -> Any:
-        return self.pipeline.transfer(self.pipeline.collate(list(samples)))
+        return self.pipeline.transfer(self.pipeline.collate(rows_in(samples)))
 
     def _dropout(self) -> AbstractContextManager[None]:
         """Return a context in which records that run alone, whatever their group, drop nothing."""
@@ -274,7 +285,8 @@ class Runner:
         def see(output: Any) -> None:
             outputs[:] = outputs or [output]
 
-        replay = Replay(forward, run.batch, run.size, begun, see)
+        owners = owners_in(run.samples)
+        replay = Replay(forward, run.batch, run.size, begun, see, owners)
         try:
             # Batches of other sizes may be rounded by other kernels.
             with self._dropout(), full_precision(self.device):
@@ -303,7 +315,7 @@ class Runner:
                 if not watched.engine.one_record:  # to which it came just now
                     raise
         singles = Singles(self._batch([sample]) for sample in samples)
-        return self.passes.gradients(query, replace(replay, batch=singles))
+        return self.passes.gradients(query, replace(replay, batch=singles, owners=None))
 
     def _forward(self, batch: Any, run: Run, outputs: list[Any]) -> Any:
         """Return what ``training_step`` does; or the loss that it goes back from by hand."""

@@ -74,6 +74,8 @@ class Setting:
         steps_before: of this plan, made before the fit: it was resumed.
         is_calibrated: the noise follows from the budget; False where the user set it.
         processes: that share each batch.
+        unit: of privacy, in a word.
+        growth: standard deviation of a step's noise over z·C; above 1 if it remembers.
         moves_clip_norm: C is that of the first step only.
     """
 
@@ -94,6 +96,8 @@ class Setting:
     steps_before: int = 0
     is_calibrated: bool = True
     processes: int = 1
+    unit: str = "record"
+    growth: float = 1.0
     moves_clip_norm: bool = False
 
     @property
@@ -103,8 +107,9 @@ class Setting:
 
     @property
     def noise_norm(self) -> float:
-        """z·C·√d / B, the norm of the noise in a step's mean gradient."""
-        return self.noise_multiplier * self.clip_norm * math.sqrt(self.size) / self.batch_size
+        """z·C·√d / B, the norm of the noise in a step's mean gradient; more if it remembers."""
+        noise = self.noise_multiplier * self.clip_norm * math.sqrt(self.size) / self.batch_size
+        return noise * self.growth
 
     @property
     def plan(self) -> TrainingPlan | None:
@@ -169,7 +174,7 @@ def _numbers(setting: Setting) -> str:
     steps = f"{s.steps:.0f} steps" if math.isfinite(s.steps) else "an unknown number of steps"
     epochs = f"{round(s.epochs, 1):g} epoch{'' if round(s.epochs, 1) == 1 else 's'}"
     return (
-        f"{s.num_records:,} records, {s.batch_size:g} a step on average (q = "
+        f"{s.num_records:,} {s.unit}s, {s.batch_size:g} a step on average (q = "
         f"{min(1.0, s.batch_size / s.num_records):.3g}), {start}{steps}"
         f"{f' ({epochs})' if math.isfinite(s.epochs) else ''}, noise multiplier z = "
         f"{s.noise_multiplier:.3g}, clip norm C = {s.clip_norm:g}"

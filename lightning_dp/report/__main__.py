@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from lightning_dp._files import file_of_checkpoint
-from lightning_dp.accounting.base import check_delta, epsilon_text
+from lightning_dp.accounting.base import Relation, check_delta, epsilon_text
 from lightning_dp.accounting.journal import JournalError
 from lightning_dp.config import About
 from lightning_dp.report.content import READERS, Page, Total, charged, plain, render
@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--delta", type=float, help="for journals by themselves, which hold no delta")
     add(
         "--relation",
-        choices=("add_remove", "replace_one"),
+        choices=get_args(Relation),
         default="add_remove",
         help="for journals by themselves (default: %(default)s)",
     )

@@ -89,7 +89,8 @@ class PrivacyReport:
         mechanism: estimator, schedule, post-processing and sampling.
         clip_norms: the estimator's, by their names.
         noise_multiplier: z of the latest step.
-        sample_rate, expected_batch_size, num_records: q, B = qN and N; None before a fit.
+        sample_rate, expected_batch_size, num_records: q, B = qN and N, of units; None before a fit.
+        unit: of privacy, in a word: "record" (a row), or "user" with all of their rows.
         learning: what public numbers and releases show of what was learnt, by name; advice among it.
         about: the user's words about the data, see :class:`lightning_dp.About`.
         started, ended: minutes of the first and the latest charge; None where they are not known.
@@ -124,6 +125,7 @@ class PrivacyReport:
     sample_rate: float | None = None
     expected_batch_size: float | None = None
     num_records: int | None = None
+    unit: str = "record"
     learning: dict[str, str] = field(default_factory=dict)
     about: dict[str, str] = field(default_factory=dict)
     started: str | None = None

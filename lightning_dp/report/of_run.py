@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.clipping import Flat
+from lightning_dp.noise import IndependentNoise
 from lightning_dp.plan.advice import facts
 from lightning_dp.report.content import PrivacyReport
 from lightning_dp.run import PrivateRun
@@ -36,6 +37,13 @@ _REPLANNED = (
 _ROUND = (
     "{} on the batch of each step, charged together before the first as one Gaussian on one sample"
 )
+
+_SEEDED = "PCG64, seeded by the operating system; on other devices than the CPU, theirs"
+_CIPHER = (
+    "AES-256 in counter mode, keyed by the operating system; releases rounded to 2^-20 of the noise"
+)
+_UNIT = "a user, of whom a step reads at most {} rows; their mean gradient is clipped once"
+_VIEWS = "{} of each row that a step reads; the mean of their gradients is clipped"
 
 
 def report(run: PrivateRun) -> PrivacyReport:
@@ -66,6 +74,7 @@ def report(run: PrivateRun) -> PrivacyReport:
         sample_rate=None if batches is None else float(batches.sample_rate),
         expected_batch_size=None if batches is None else float(batches.expected_batch_size),
         num_records=None if batches is None else int(batches.num_records),
+        unit=config.unit_word,
         learning=facts(run.setting, run.signal) if config.advice else {},
         about={} if config.about is None else config.about.to_dict(),
         started=run.started or _minute(run.ledger.began),
@@ -91,7 +100,7 @@ def _spot_checks(run: PrivateRun) -> str:
     if run.config.engine == "one_by_one":
         return "not needed: each record runs alone"
     passed = run.spot_checks - sum(run.not_compared.values())
-    of = f"of {run.steps} steps" if run.started is None else "steps since the run was resumed"
+    of = f"of {run.steps_begun} steps" if run.started is None else "steps since the run was resumed"
     reasons = "; ".join(f"{reason} ({count})" for reason, count in sorted(run.not_compared.items()))
     state = "; gradients by construction" if run.isolation.startswith("by construction") else ""
     return f"passed at {passed} {of}{state}{f'; not compared: {reasons}' if reasons else ''}"
@@ -108,7 +117,15 @@ def _mechanism(run: PrivateRun) -> dict[str, str]:
         "noise schedule": repr(config.noise_schedule),
         "post-processing": repr(list(config.postprocessing)),
         "sampling": repr(config.sampling),
+        **({} if config.unit is None else {"unit": _UNIT.format(config.unit.most_rows)}),
+        **(
+            {}
+            if config.augmentations == 1
+            else {"augmentations": _VIEWS.format(config.augmentations)}
+        ),
+        **({} if config.noise == IndependentNoise() else {"noise": repr(config.noise)}),
         "gradient engine": run.engine,
+        "random numbers": _CIPHER if config.secure_noise else _SEEDED,
         **({} if run.optimizers is None else {"private optimizer": run.optimizers}),
     }
 

@@ -55,7 +55,8 @@ def total(
     if len(ledgers) < 2 or not deltas:
         return None
     relations = {relation, *(each.document.relation for each in checked)}
-    under: Relation = "replace_one" if "replace_one" in relations else "add_remove"
+    stated: tuple[Relation, ...] = ("replace_one", "zero_out", "add_remove")
+    under = next(each for each in stated if each in relations)  # which says something of all
     seeded = {each.document.ledger_id for each in checked if each.document.seeded}
     apart = seeded | {name for name, runs in ledgers.items() if not has_guarantee(runs)}
     fixed = Charges()

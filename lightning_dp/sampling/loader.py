@@ -6,16 +6,21 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_dp._noise import random_generator
 from lightning_dp.sampling.at_once import read_at_once
 from lightning_dp.sampling.schemes import AbstractSampling, BatchPlan
+from lightning_dp.sampling.units import RowsOfUnits
 
 __all__ = ["Chunk", "ChunkSampler", "PrivateDataLoader"]
+
+
+_Positions: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -24,20 +29,39 @@ class Chunk:
 
     Args:
         index: its position in the epoch.
-        size: records of the logical batch in it; 0 for a stand-in record, whose gradient is
-            thrown away. Sensitive, like anything about who is in a batch.
+        size: records of the logical batch in it, or users; 0 for a stand-in record, whose gradient
+            is thrown away. Sensitive, like anything about who is in a batch.
         first: True if a logical batch begins with it.
         sample_rate: q with which its logical batch was drawn.
+        step: of the run, that its logical batch was drawn for.
         last: True if the logical batch ends with it.
-        records: their indices in the data set; of a stand-in too. Sensitive.
+        records: the rows of the data set that are read, in order; of a stand-in too. Sensitive.
+        owners: the unit of each row, from 0 to ``size - 1``; none where each row is one. Sensitive.
     """
 
     index: int
     size: int
     first: bool
     sample_rate: float
+    step: int = 0
     last: bool = True
     records: Sequence[int] = field(default=(), repr=False)
+    owners: Sequence[int] = field(default=(), repr=False)
+
+    @property
+    def rows(self) -> int:
+        """The rows of the logical batch in it."""
+        return len(self.owners) or self.size
+
+    @property
+    def units(self) -> list[list[int]]:
+        """The rows that are read of each unit; a stand-in is one."""
+        if not self.owners:
+            return [[record] for record in self.records]
+        found: list[list[int]] = [[] for _ in range(self.size)]
+        for record, owner in zip(self.records, self.owners, strict=True):
+            found[owner].append(record)
+        return found
 
 
 class _BothWays(NamedTuple):
@@ -58,6 +82,10 @@ class _EachAlone:
         return _BothWays(self.collate(records), alone)
 
 
+def _draw_alone(step: int, rate: float, rng: np.random.Generator) -> None:
+    return None
+
+
 class ChunkSampler(Sampler[list[int]]):
     """Record indices, chunk by chunk: each logical batch in exactly the planned number of chunks.
 
@@ -69,13 +97,16 @@ class ChunkSampler(Sampler[list[int]]):
 
     Args:
         plan: how an epoch is cut.
-        sampling: draws the records of each logical batch.
+        sampling: draws the records, or units, of each logical batch.
         rank, world_size: this process and how many there are.
+        draw: draws the batch of a step that depends on those of others; None where it does not.
         rate: q at a step of the run, where it is not the plan's at all steps.
         first_step: the step of the run at which a pass begins; asked when its first batch is drawn.
         limit: chunks of an epoch that will be used (``limit_train_batches``). A logical batch cut
             short by it, or by a resume in its middle, is spread whole over the chunks that are left.
         seed: for tests.
+        units: the rows of each unit; None where each row is one. A unit is never cut.
+        secure: draw from a cipher.
     """
 
     def __init__(
@@ -87,8 +118,11 @@ class ChunkSampler(Sampler[list[int]]):
         world_size: int,
         limit: int,
         seed: int | None,
+        draw: Callable[[int, float, np.random.Generator], _Positions | None] = _draw_alone,
         rate: Callable[[int], float] | None = None,
         first_step: Callable[[], int] = int,
+        units: RowsOfUnits | None = None,
+        secure: bool = False,
     ) -> None:
         self.resume_at = 0  # the chunk of the epoch with which the next pass begins
         self.pending: deque[Chunk] = deque()
@@ -98,8 +132,11 @@ class ChunkSampler(Sampler[list[int]]):
         self._world_size = world_size
         self._limit = limit
         self._seed = seed
+        self._draw_in_block = draw
         self._rate = rate
         self._first_step = first_step
+        self._units = units
+        self._secure = secure
         self._passes = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -111,20 +148,24 @@ class ChunkSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         self.pending.clear()
-        rng = random_generator(self._seed, 1, self._rank, self._passes)
+        rng = random_generator(self._seed, 1, self._rank, self._passes, secure=self._secure)
         self._passes += 1
         position, self.resume_at = self.resume_at, 0
         step, stop = self._first_step(), max(len(self), position + 1)
         while position < stop:
             end = self._end_of_step(position)
             rate = self._plan.sample_rate if self._rate is None else self._rate(step)
-            drawn, chunks = self._draw(rate, rng), end - position
+            drawn, chunks = self._draw(step, rate, rng), end - position
             parts = [drawn] if chunks == 1 else np.array_split(drawn, chunks)
             for offset, part in enumerate(parts):
                 first, last = offset == 0, offset == chunks - 1
+                size, owners = len(part), list[int]()
+                if self._units is not None and size:
+                    part, of_rows = self._units.draw(part, rng)
+                    owners = of_rows.tolist()
                 records = part.tolist() or [0]
-                size = len(part)
-                self.pending.append(Chunk(position + offset, size, first, rate, last, records))
+                chunk = Chunk(position + offset, size, first, rate, step, last, records, owners)
+                self.pending.append(chunk)
                 yield list(records)
             position, step = end, step + 1
 
@@ -138,9 +179,11 @@ class ChunkSampler(Sampler[list[int]]):
         end = position // chunks * chunks + chunks
         return min(end, self._limit) if position < self._limit else position + 1
 
-    def _draw(self, rate: float, rng: np.random.Generator) -> np.ndarray[Any, np.dtype[np.int64]]:
-        shard = range(self._rank, self._plan.num_records, self._world_size)
-        drawn = self._sampling.draw(len(shard), rate, rng)
+    def _draw(self, step: int, rate: float, rng: np.random.Generator) -> _Positions:
+        drawn = self._draw_in_block(step, rate, rng)
+        if drawn is None:
+            shard = range(self._rank, self._plan.num_records, self._world_size)
+            drawn = self._sampling.draw(len(shard), rate, rng)
         return self._rank + self._world_size * drawn
 
 
@@ -213,10 +256,10 @@ class PrivateDataLoader(DataLoader[Any]):
 
     @property
     def alone(self) -> list[Any]:
-        """A batch of each record of the current chunk; read once more if nobody wanted them before."""
+        """A batch of each record, or unit, of the chunk; read once more if nobody wanted them before."""
         if not self._alone and self.current is not None:
-            records = (self.dataset[record] for record in self.current.records)
-            self._alone = [self.collate_of_user([record]) for record in records]
+            units = ([self.dataset[record] for record in unit] for unit in self.current.units)
+            self._alone = [self.collate_of_user(unit) for unit in units]
         return self._alone
 
     def __getstate__(self) -> dict[str, Any]:

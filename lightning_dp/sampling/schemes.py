@@ -72,7 +72,6 @@ class AbstractSampling(ABC):
     :meth:`event` is never more private than what :meth:`draw` does.
     """
 
-    @abstractmethod
     def plan(
         self,
         *,
@@ -82,7 +81,7 @@ class AbstractSampling(ABC):
         world_size: int,
         loader_length: int,
     ) -> BatchPlan:
-        """Return the plan for a user's loader.
+        """Return the plan for a user's loader: as many steps, of as many records on average.
 
         Args:
             num_records: N over all ranks.
@@ -91,6 +90,14 @@ class AbstractSampling(ABC):
             world_size: number of ranks, each of which draws from its own shard.
             loader_length: batches in one epoch of the user's loader on one rank.
         """
+        check_sizes(num_records, batch_size)
+        return BatchPlan(
+            num_records=num_records,
+            # A batch larger than the training set is the training set, as in an ordinary loader.
+            sample_rate=min(1.0, batch_size * accumulate * world_size / num_records),
+            chunks_per_step=accumulate,
+            steps_per_epoch=math.ceil(loader_length / accumulate),
+        )
 
     @abstractmethod
     def draw(
@@ -106,6 +113,11 @@ class AbstractSampling(ABC):
     def follows_loader(self) -> bool:
         """True if the logical batch is that of the user's loader, so that q follows its batch size."""
         return False
+
+    @property
+    def separation(self) -> float:
+        """Steps from one in which a record takes part to the next such one, at least."""
+        return 1
 
 
 def check_sizes(num_records: int, batch_size: float) -> None:
@@ -137,24 +149,6 @@ class Poisson(AbstractSampling):
     @property
     def follows_loader(self) -> bool:
         return True
-
-    def plan(
-        self,
-        *,
-        num_records: int,
-        batch_size: int,
-        accumulate: int,
-        world_size: int,
-        loader_length: int,
-    ) -> BatchPlan:
-        check_sizes(num_records, batch_size)
-        return BatchPlan(
-            num_records=num_records,
-            # A batch larger than the training set is the training set, as in an ordinary loader.
-            sample_rate=min(1.0, batch_size * accumulate * world_size / num_records),
-            chunks_per_step=accumulate,
-            steps_per_epoch=math.ceil(loader_length / accumulate),
-        )
 
     def draw(
         self, shard_size: int, sample_rate: float, rng: np.random.Generator

@@ -35,6 +35,7 @@ from lightning_dp._checks import MisconfigurationError, check_training_step
 from lightning_dp._refusals import warn
 from lightning_dp._world import is_sharded
 from lightning_dp.config import PrivacyConfig
+from lightning_dp.functional import has_float64
 from lightning_dp.optimizers import NoiseFilter, with_noise_variance
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import BatchPlan, Poisson
@@ -170,6 +171,20 @@ def check_estimator(
             "and some losses are public. Use engine='layers'.",
             topic="several-optimizers",
         )
+    if optimizers.public and config.has_several_rows:
+        raise MisconfigurationError(
+            "unit and augmentations put several rows of one unit into a batch, and with several "
+            "optimizers generated rows belong to single records. Train with one optimizer, or leave "
+            "them out.",
+            topic="several-optimizers",
+        )
+    device = step.params[0].device.type
+    if config.secure_noise and not has_float64(device):
+        raise MisconfigurationError(
+            f"secure_noise=True adds noise in float64, which {device} does not have. Leave it out, or "
+            "train on the CPU: Trainer(accelerator='cpu').",
+            topic="secure-noise",
+        )
     if step.one_record and not is_automatic:
         raise MisconfigurationError(
             "engine='one_by_one' runs training_step once for each record, and manual optimization "
@@ -193,6 +208,8 @@ def _check_noise_variance(config: PrivacyConfig, module: LightningModule, optimi
     unknown = NoiseFilter(config.resolved_estimator(), config.postprocessing).unknown
     if config.checks.gradient_edits is not None:
         unknown = f"gradient_edits={config.checks.gradient_edits!r}"
+    if config.noise.bands > 1:
+        unknown = f"noise={config.noise}, which is not independent between steps"
     value = module.trainer.gradient_clip_val
     if value or is_overridden("configure_gradient_clipping", module):
         unknown = f"clipping of the private gradient (gradient_clip_val={value})"
@@ -206,19 +223,19 @@ def _check_noise_variance(config: PrivacyConfig, module: LightningModule, optimi
 
 def weak_settings(config: PrivacyConfig, batches: BatchPlan) -> Iterator[tuple[str, str]]:
     """Yield topic and text of a warning for each setting under which ε says less than it seems to."""
-    delta, records = config.target_delta, batches.num_records
+    delta, records, unit = config.target_delta, batches.num_records, config.unit_word
     if not delta * records < 1:
         warning = (
             f"target_delta={delta:g} is not below 1/N = {1 / records:.3g} for the N = {records} "
-            "records of the training set. At such a δ, a mechanism that publishes a record of one "
-            "person in clear, chosen at random, is called private, whatever ε is. Choose δ well "
+            f"{unit}s of the training set. At such a δ, a mechanism that publishes a {unit}'s data in "
+            "clear, chosen at random, is called private, whatever ε is. Choose δ well "
             f"below 1/N, {_well_below(records):g} say."
         )
         yield "delta-too-large", warning
     if isinstance(config.sampling, Poisson) and not batches.sample_rate < 1:
         warning = (
             f"The batch size (batch_size · accumulate_grad_batches · processes) reaches the {records} "
-            "records of the training set, so each step uses all of them: sampling hides nobody, and a "
+            f"{unit}s of the training set, so each step uses all of them: sampling hides nobody, and a "
             "step costs as much ε as it can. If that is meant, say sampling=FullBatch(); else give "
             "the DataLoader a smaller batch_size."
         )
@@ -462,6 +479,10 @@ def _check_settings(config: PrivacyConfig, optimizers: Optimizers) -> None:
         parts.append(
             "count_clipped=True" if config.count_clipped else f"clipping={config.clipping}"
         )
+    if config.secure_noise:
+        parts.append("secure_noise=True")
+    if config.has_several_rows:
+        parts.append("unit=UserLevel(...) or augmentations > 1")
     if config.engine not in ("auto", "layers", "bookkeeping", "ghost"):
         parts.append(f"engine={config.engine!r}")
     if optimizers.public:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import inspect
+import math
+from collections.abc import Sized
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeGuard
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops import fetchers, training_epoch_loop
 from lightning.pytorch.utilities import combined_loader
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from lightning_dp._checks import MisconfigurationError, check_loader, repeated_record
 from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._world import World
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.run import PrivateRun
+from lightning_dp.sampling import AbstractSampling, FixedOrder
+from lightning_dp.sampling.blocks import AbstractBlockSampling
 from lightning_dp.sampling.loader import Chunk, ChunkSampler, PrivateDataLoader
+from lightning_dp.sampling.stream import by_place
 
 __all__ = [
     "before_transfer",
@@ -45,12 +51,16 @@ def make_private_loader(
         MisconfigurationException: if its records cannot be sampled.
         ValueError: if the batches changed during the run, or differ between processes.
     """
+    if isinstance(run.config.sampling, FixedOrder) and _is_stream(loader):
+        loader = by_place(_checked_stream(loader, run.config.sampling))
     checked = check_loader(loader)
-    num_records = len(checked.dataset)  # type: ignore[arg-type]
+    units = run.config.rows_of_units(checked.dataset)
+    num_records = len(checked.dataset if units is None else units)  # type: ignore[arg-type]
+    _check_block(checked, trainer, run.config.sampling)
     if num_records != (of_lead := world.broadcast(num_records)):
         raise RefusedSetting(
-            f"Rank {world.rank} has a training set of {num_records} records, rank 0 one of "
-            f"{of_lead}. Every rank must see the same data set; each draws from its own shard.",
+            f"Rank {world.rank} has a training set of {num_records} {run.config.unit_word}s, rank 0 "
+            f"one of {of_lead}. Every rank must see the same data set; each draws from its own shard.",
             topic="ranks-differ",
         )
     plan = run.config.sampling.plan(
@@ -58,7 +68,7 @@ def make_private_loader(
         batch_size=checked.batch_size or 0,
         accumulate=accumulate,
         world_size=world.size,
-        loader_length=len(checked),
+        loader_length=_length(checked, num_records, world),
     )
     run.use_batches(plan, world.size)
     sampler = ChunkSampler(
@@ -68,8 +78,11 @@ def make_private_loader(
         world_size=world.size,
         limit=_limit(plan.chunks_per_epoch, trainer.limit_train_batches),
         seed=run.config.seed,
+        draw=run.draw,
         rate=run.rate,
         first_step=partial(getattr, run, "step"),
+        units=units,
+        secure=run.config.secure_noise,
     )
     progress = trainer.fit_loop.epoch_loop.batch_progress
     return PrivateDataLoader(
@@ -77,8 +90,16 @@ def make_private_loader(
         sampler,
         position=partial(attrgetter("current.ready"), progress),  # fetched, by Lightning's count
         admit=_check_asker,
-        each_alone=run.config.runs_each_record_alone,
+        each_alone=run.config.runs_each_record_alone and units is None,
     )
+
+
+def _length(loader: DataLoader[Any], num_records: int, world: World) -> int:
+    """Return the batches in which a process would see its share of the records, or units."""
+    if num_records == len(loader.dataset):  # type: ignore[arg-type]
+        return len(loader)
+    batches = math.ceil(num_records / world.size) / (loader.batch_size or 1)
+    return max(1, int(batches) if loader.drop_last else math.ceil(batches))
 
 
 def private_loader_of(trainer: Trainer) -> PrivateDataLoader:
@@ -99,6 +120,51 @@ def private_loader_of(trainer: Trainer) -> PrivateDataLoader:
             topic="several-loaders",
         )
     return loader
+
+
+def _is_stream(loader: object) -> TypeGuard[DataLoader[Any]]:
+    return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+
+
+def _checked_stream(loader: DataLoader[Any], sampling: FixedOrder) -> DataLoader[Any]:
+    """Return a loader of a stream, if its records have a fixed place."""
+    name = type(loader.dataset).__name__
+    if not isinstance(loader.dataset, Sized):
+        raise MisconfigurationError(
+            f"The training set {name} is an IterableDataset without a length, so the expected batch size "
+            "and the end of a pass are not known. Give it a __len__: the number of records in one pass.",
+            topic="fixed-order",
+        )
+    if loader.num_workers > 1 or sampling.shuffle:
+        raise MisconfigurationError(
+            f"The training set {name} is an IterableDataset, and num_workers={loader.num_workers} with "
+            f"sampling={sampling}: several workers may each read one record, and no order but its own "
+            "can be had. Use num_workers=1 (or 0) and FixedOrder().",
+            topic="fixed-order",
+        )
+    return loader
+
+
+def _check_block(loader: DataLoader[Any], trainer: Trainer, sampling: AbstractSampling) -> None:
+    """Refuse a loader of which records would come back earlier than batches of a block count on."""
+    if not isinstance(sampling, AbstractBlockSampling):
+        return
+    if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
+        raise MisconfigurationError(
+            f"Trainer(reload_dataloaders_every_n_epochs=...) with sampling={sampling}: another data set "
+            "may have other records at the same places, and they would take part too soon. Leave it out.",
+            topic="fixed-order",
+        )
+    # With several processes Lightning's own sampler is here, which shuffles whatever the user said; it
+    # draws nothing in a private run.
+    shuffles = isinstance(loader.sampler, RandomSampler)
+    if shuffles and isinstance(sampling, FixedOrder) and not sampling.shuffle:
+        raise MisconfigurationError(
+            "The training loader has shuffle=True, which draws another order each epoch, and "
+            "sampling=FixedOrder() repeats one: records would come back sooner than after a whole pass. "
+            "Use DataLoader(shuffle=False), or FixedOrder(shuffle=True), which shuffles once.",
+            topic="fixed-order",
+        )
 
 
 def _limit(chunks: int, limit_train_batches: float | int | None) -> int:
@@ -179,6 +245,15 @@ def check_rate(chunk: Chunk, mechanism: Mechanism) -> None:
         RuntimeError: with both rates.
     """
     planned = mechanism.plan.rate(mechanism.step)
+    if mechanism.plan.is_block and (
+        chunk.step != mechanism.step or (mechanism.is_begun and chunk.first)
+    ):
+        raise RefusedRun(
+            f"The batch was drawn for step {chunk.step}, and step {mechanism.step} is next: an optimizer "
+            f"step was left out. With {mechanism.plan.sampling} records come back after a fixed number "
+            "of steps, so each batch needs one. Step once per batch, or use sampling=Poisson().",
+            topic="fixed-order",
+        )
     if chunk.sample_rate != planned:
         raise RefusedRun(
             f"The batch was drawn with rate {chunk.sample_rate}, but step {mechanism.step} is "

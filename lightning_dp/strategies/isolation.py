@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
 from functools import partial
+from itertools import islice
 from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
@@ -33,7 +34,7 @@ from lightning_dp.isolation.check import (
     Settings,
     stand_by,
 )
-from lightning_dp.isolation.comparison import own_copies
+from lightning_dp.isolation.comparison import UnitRows, own_copies
 from lightning_dp.isolation.dry_run import DryRun, find_layout
 from lightning_dp.isolation.replay import Pipeline, Runner
 from lightning_dp.isolation.state import Marks, TwinState
@@ -142,7 +143,11 @@ class IsolationWatch:
             return
         dry = None
         if config.checks.dry_run:
-            dry = DryRun(self._sample(chunk), have_lengths=not self._collates_as_torch)
+            dry = DryRun(
+                self._sample(chunk),
+                have_lengths=not self._collates_as_torch,
+                in_units=config.has_several_rows,
+            )
         layout = DEFAULT_LAYOUT
         if not self._collates_as_torch:
             collate, transfer = self._collate_and_transfer(self._loader)
@@ -253,10 +258,14 @@ class IsolationWatch:
             if not (self._keeps_something() or was_written):
                 return
             names = names[:_FEW]
-        records = [chunk.records[place] for place in names]
-        samples: Sequence[Any] = records
+        units = [chunk.units[place] for place in names]
+        rows: Sequence[Any] = [row for unit in units for row in unit]
         if not _reads_together(loader):
-            samples = self._read(records)
+            rows = self._read(rows)
+        samples: Sequence[Any] = rows
+        if chunk.owners:
+            left = iter(rows)
+            samples = [UnitRows(islice(left, len(unit))) for unit in units]
         runner = self._runner(loader, *args[1:])
         runner.without_dropout = look % 2 == 0
         if was_written:

@@ -39,7 +39,7 @@ from lightning_dp.gradients.base import (
     Around,
     Forward,
 )
-from lightning_dp.gradients.batches import leaves, loss_in
+from lightning_dp.gradients.batches import RowOwners, leaves, loss_in
 from lightning_dp.gradients.passes import passes_of
 from lightning_dp.gradients.side_effects import SideEffects
 from lightning_dp.gradients.watched_model import WrapEngine
@@ -144,11 +144,12 @@ class PrivateStep:
     def run(self, forward: Forward, batch: object) -> Any:
         """Run the chunk's forward pass under the engine, and return what ``training_step`` does."""
         chunk, effects = self._batch.chunk, self.engine.effects
-        size = 1 if chunk is None else max(1, chunk.size)
+        size = 1 if chunk is None else max(1, chunk.rows)
+        owners = None if chunk is None else _owners(chunk)
         if not self._watched.engine.runs_parts:
-            return self._watched.run(forward, batch, size)
+            return self._watched.run(forward, batch, size, owners=owners)
         with effects.of_step() as around:
-            output = self._watched.run(forward, batch, size, around)
+            output = self._watched.run(forward, batch, size, around, owners)
         if effects.state_differs is not None:
             self.note(effects.state_differs)
         return output
@@ -158,7 +159,7 @@ class PrivateStep:
         watched, chunk = self._watched, self._batch.chunk
         if not watched.engine.runs_parts or chunk is None:
             return False
-        loss = loss_in(watched.run(forward, batch, chunk.size))
+        loss = loss_in(watched.run(forward, batch, chunk.rows, owners=_owners(chunk)))
         watched.drop()
         return loss is None and not watched.engine.has_asked
 
@@ -188,8 +189,8 @@ class PrivateStep:
         query = mechanism.query
         self._records = batch
         self._check_norms()
-        size = 0 if self._batch.chunk is None else self._batch.chunk.size
-        if not self.one_record and _is_one_row(batch, size):
+        rows = 0 if self._batch.chunk is None else self._batch.chunk.rows
+        if not self.one_record and _is_one_row(batch, rows):
             self.note(OTHER_ROWS)
         if not self._module.automatic_optimization:
             return  # the optimizer would step again
@@ -229,7 +230,7 @@ class PrivateStep:
             CoupledLossError: naming the node of its graph, and the cure.
         """
         if self._batch.chunk is not None:
-            self._watched.check_loss(loss, self._batch.chunk.size)
+            self._watched.check_loss(loss, self._batch.chunk.rows)
 
     def backward(self, loss: Tensor, query: Query | None, *, keep_graph: bool) -> None:
         """Run the backward pass as the engine does it."""
@@ -275,7 +276,13 @@ class PrivateStep:
         self.look = None
         if gradients is not None and look is not None:
             look(gradients)
-        replay = Replay(self._forward_again, self._records, chunk.size, self._randomness)
+        replay = Replay(
+            self._forward_again,
+            self._records,
+            chunk.size,
+            self._randomness,
+            owners=_owners(chunk),
+        )
         if gradients is None or not chunk.size:
             self._add_nothing(mechanism, replay)
         if gradients is None and not self._is_passed_on:
@@ -424,6 +431,11 @@ class PrivateStep:
         """Leave the model as it was."""
         self._watched.detach()
         self._batch, self._forward_again, self._records = _BatchAccounts(), None, None
+
+
+def _owners(chunk: Chunk) -> RowOwners | None:
+    """Return the unit of each row of a chunk; None where each row is one."""
+    return RowOwners(chunk.size, torch.tensor(chunk.owners)) if chunk.owners else None
 
 
 def _seeds(count: int) -> list[int]:
@@ -618,7 +630,7 @@ class Agreement:
         reason = self._common(fault, place)
         if reason is None:
             return
-        if self._run.steps <= unused:
+        if self._run.steps_begun <= unused:
             raise MisconfigurationError(reason, topic="voided-run")
         self._end(reason)
 

@@ -426,7 +426,7 @@ class DifferentialPrivacyStrategy(Strategy):
         records = private_loader_of(self._trainer).alone
         forwards = fit.alone.forwards(partial(self._forward_alone, args, kwargs), records)
         fit.weights.enter_forward()
-        is_first = self.private_run.steps <= 1
+        is_first = self.private_run.steps_begun <= 1
         self._mechanism.begin_noise(step.held)
         try:
             step.answer_each(self._mechanism, forwards, is_first=is_first)
@@ -473,7 +473,7 @@ class DifferentialPrivacyStrategy(Strategy):
         try:
             yield
         except UnsupportedModelError as error:
-            if self.private_run.steps > 1:
+            if self.private_run.steps_begun > 1:
                 self._now.step.note(error.text)
             elif type(error) is CoupledLossError or self._is_automatic:
                 raise
@@ -710,7 +710,7 @@ def _setting_of(
         target_delta=config.target_delta,
         relation=config.relation,
         optimizer=None if optimizers.public else optimizer,
-        is_constant=plan.is_constant
+        is_constant=plan.is_plain
         and type(estimator) is MeanGradient
         and config.clipping.is_constant
         and is_alone,
@@ -718,6 +718,8 @@ def _setting_of(
         steps_before=step,
         is_calibrated=config.noise_multiplier is None,
         processes=processes,
+        unit=config.unit_word,
+        growth=plan.noise.growth,
     )
 
 

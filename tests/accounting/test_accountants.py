@@ -145,7 +145,7 @@ def test_illegal_arguments_are_refused_by_name(accountant):
         with pytest.raises(ValueError, match=r"pairs \(event, count\)"):
             accountant.epsilon([entry], 1e-5)
     with pytest.raises(ValueError, match="relation must be"):
-        accountant.epsilon(HISTORY, 1e-5, "zero_out")
+        accountant.epsilon(HISTORY, 1e-5, "bounded")
 
 
 def test_a_pld_accountant_is_frozen_and_its_accuracies_are_checked():

@@ -84,7 +84,7 @@ def approximate(epsilon, delta=0.0, relation="add_remove", what="a table"):
         (lambda: approximate(0.1, what="two\nlines"), "one line"),
         (lambda: ZCDP(math.nan, "add_remove", "x"), "rho=nan"),
         (lambda: ZCDP(-1.0, "add_remove", "x"), "rho=-1.0"),
-        (lambda: ZCDP(0.1, "zero_out", "x"), "relation='zero_out'"),
+        (lambda: ZCDP(0.1, "bounded", "x"), "relation='bounded'"),
         (lambda: ZCDP(0.1, "add_remove", " "), "what=' '"),
     ],
 )

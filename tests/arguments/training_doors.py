@@ -14,18 +14,25 @@ from lightning.pytorch import LightningModule
 from lightning_dp import (
     AdaptiveQuantile,
     Automatic,
+    BandedNoise,
     BatchPlan,
     CubicNewton,
+    CyclicPoisson,
     Diff2,
     DPAdamW,
+    FixedOrder,
+    LambdaCGD,
     LaplacianSmoothing,
     MeanGradient,
     Momentum,
     PrivacyConfig,
     Term,
+    UserLevel,
+    Workload,
     fix,
     losses_of_records,
     rows_of_records,
+    suggest_noise,
 )
 from lightning_dp.accounting import (
     ZCDP,
@@ -40,7 +47,7 @@ from lightning_dp.accounting import (
     trade_off,
 )
 from lightning_dp.accounting.calibration import affordable_steps
-from lightning_dp.accounting.events import PoissonRound
+from lightning_dp.accounting.events import CyclicRound, FixedOrderPass, PoissonRound
 from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon
 from lightning_dp.accounting.pld import epsilon_curve
 from lightning_dp.audit import check_isolation
@@ -96,6 +103,8 @@ CONFIGURATION = {
     "seed": 3,
     "advice": True,
     "count_clipped": False,
+    "secure_noise": False,
+    "augmentations": 2,
 }
 
 
@@ -118,6 +127,7 @@ def door(call: Callable[..., Any], **good: Any) -> tuple[Callable[..., Any], dic
 TRAINING = [
     door(DifferentialPrivacy, **CONFIGURATION),
     door(PrivacyConfig, **CONFIGURATION),
+    door(UserLevel, ids=["a"], most_rows=3),
     door(BatchPlan, num_records=9, sample_rate=0.5, chunks_per_step=1, steps_per_epoch=2),
     door(
         Traits,
@@ -173,6 +183,14 @@ TRAINING = [
     door(ZCDP, rho=0.1, relation="add_remove", what="a table"),
     door(PoissonGaussian, noise_multiplier=1.0, sample_rate=0.1),
     door(PoissonRound, sample_rate=0.1, noise_multipliers=(1.0, 2.0)),
+    door(CyclicRound, noise_multiplier=1.0, sample_rate=0.1, steps=4),
+    door(FixedOrderPass, noise_multiplier=1.0, steps=4),
+    door(BandedNoise, bands=4),
+    door(LambdaCGD, lam=0.9),
+    door(Workload, momentum=0.9, final_rate=0.1),
+    door(CyclicPoisson, bands=4),
+    door(FixedOrder, shuffle=True),
+    door(suggest_noise, num_records=100, batch_size=4, epochs=3, momentum=0.5, **BUDGET),
     door(epsilon, delta=1e-05, events=STEPS),
     door(delta, epsilon=1.0, events=STEPS),
     door(gdp_delta, mu=1.0, epsilon=1.0),

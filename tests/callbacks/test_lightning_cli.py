@@ -100,5 +100,6 @@ def test_lightning_cli_builds_the_callback_from_a_configuration(tmp_path):
         "per_parameter=False)]",
         "sampling": "Poisson()",
         "gradient engine": "layers",
+        "random numbers": "PCG64, seeded by the operating system; on other devices than the CPU, theirs",
     }
     assert (tmp_path / "config.yaml").read_text().count("Momentum") == 1

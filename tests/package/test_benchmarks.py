@@ -17,6 +17,7 @@ COMMANDS = {
     "alone.py": ["--models", "logistic regression"],
     "import_time.py": [],
     "federated.py": ["--clients", "2", "--size", "1000", "--rounds", "1"],
+    "noise.py": ["--quick"],
 }
 
 

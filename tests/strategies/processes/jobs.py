@@ -24,11 +24,15 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_dp import (
     AdaptiveQuantile,
+    BandedNoise,
     Checks,
     CubicNewton,
+    CyclicPoisson,
     Diff2,
+    FixedOrder,
     FullBatch,
     PrivacyConfig,
+    UserLevel,
 )
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.accounting.journal import read_journal
@@ -174,6 +178,26 @@ def clipped(folder: Path, engine: str = "auto") -> dict[str, Any]:
     }
 
 
+def users(folder: Path) -> dict[str, Any]:
+    """Users of one to six rows, each on one rank; no noise."""
+    model, owners = Model(rank()), [row * row // 60 for row in range(51)]
+    privacy = {
+        "noise_multiplier": 0.0,
+        "max_grad_norm": 0.8,
+        "sampling": FullBatch(),
+        "unit": UserLevel(owners, most_rows=9),
+        "checks": Checks(dry_run=False, comparisons=False),
+    }
+    _, callback = fit(model, numbered(51), 4, privacy, folder, max_epochs=2)
+    return {
+        "at_start": model.at_start,
+        "flat": flat(model.net),
+        "chunks": model.chunks,
+        "owners": owners,
+        "records": callback.report().num_records if callback else None,
+    }
+
+
 class EachNorm(L.Callback):
     """Writes down the clip norm after each step."""
 
@@ -250,19 +274,66 @@ def cubic(folder: Path) -> dict[str, Any]:
     }
 
 
-def noise(folder: Path) -> dict[str, Any]:
+def noise(folder: Path, **secure: bool) -> dict[str, Any]:
     """One step of pure noise, by the registered name of the strategy."""
     torch.manual_seed(0)
     L.seed_everything(7)
     model = Flat()
     before = model.net.weight.detach().clone()
-    privacy = {"noise_multiplier": 2.0, "max_grad_norm": 0.5, "checks": Checks(dry_run=False)}
+    checks = Checks(dry_run=False)
+    privacy = {"noise_multiplier": 2.0, "max_grad_norm": 0.5, "checks": checks, **secure}
     options = {"strategy": "private_ddp", "max_steps": 1}
     trainer, _ = fit(model, numbered(40), 5, privacy, folder, **options)
     return {
         "moved": (model.net.weight.detach() - before).flatten(),
         "strategy": type(trainer.strategy).__name__,
     }
+
+
+def secure(folder: Path) -> dict[str, Any]:
+    """The same from ciphers, each rank with its own key."""
+    return noise(folder, secure_noise=True)
+
+
+def correlated(folder: Path) -> dict[str, Any]:
+    """Twelve steps of noise that remembers, and the records of each on this rank."""
+    torch.manual_seed(0)
+    model, moved = Flat(), []
+    seen: list[list[int]] = []
+
+    class Note(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, _: int) -> None:
+            is_real = trainer.train_dataloader.current.size > 0
+            seen.append(batch[0].tolist() if is_real else [])
+            moved.append(flat(module.net))
+
+    privacy = {
+        "noise_multiplier": 2.0,
+        "max_grad_norm": 0.5,
+        "sampling": CyclicPoisson(4),
+        "noise": BandedNoise(4, coefficients=(1.0, 0.7, 0.4, 0.1)),
+    }
+    _, callback = fit(model, numbered(40), 2, privacy, folder, Note(), max_steps=12)
+    return {
+        "moved": torch.stack([*moved, flat(model.net)]).double().diff(dim=0),
+        "seen": seen,
+        "steps": callback.steps,
+        "charges": sum(count for _, count in callback._run.ledger.history()),
+        "past": [len(past) for past in callback._run.mechanism.noise._past],
+    }
+
+
+def ordered(folder: Path) -> dict[str, Any]:
+    """A fixed order without noise and clipping: 51 records in batches of 8 on each rank."""
+    model = Model(rank())
+    privacy = {
+        "noise_multiplier": 0.0,
+        "max_grad_norm": math.inf,
+        "sampling": FixedOrder(),
+        "relation": "zero_out",
+    }
+    fit(model, numbered(51), 8, privacy, folder, max_epochs=3)
+    return {"at_start": model.at_start, "flat": flat(model.net), "chunks": model.chunks}
 
 
 def sparse(folder: Path) -> dict[str, Any]:
@@ -472,7 +543,8 @@ def edited_at_once(folder: Path) -> dict[str, Any]:
 # -- all ----------------------------------------------------------------------------------------------
 
 ON_TWO: list[Callable[[Path], dict[str, Any]]] = [
-    *(plain, clipped, adaptive, ghost, diff2, cubic, noise, sparse, calibrated, resumed, alone),
+    *(plain, clipped, adaptive, users, ghost, diff2, cubic, noise, secure, correlated, ordered),
+    *(sparse, calibrated, resumed, alone),
     *(lengths, no_journal, voided, voided_apart, mixed, edited, edited_at_once),
 ]
 

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from scipy import stats
+from scipy.linalg import toeplitz
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -32,7 +34,8 @@ from tests.strategies.processes.sharded_jobs import MODELS, STEPS, Normed, Small
 from tests.zoo import flat, records
 
 ROOT = Path(__file__).parents[3]
-ON_TWO = ["plain", "clipped", "adaptive", "noise", "sparse", "resumed"]
+ON_TWO = ["plain", "clipped", "adaptive", "users", "noise", "secure", "correlated", "ordered"]
+ON_TWO += ["sparse", "resumed"]
 RARELY = ["ghost", "diff2", "cubic", "calibrated", "alone"]
 LENGTHS = "Rank 1 has a training set of 61 records, rank 0 one of 60"
 # glibc's settings: freed memory goes back to the system, so that peaks are those of tensors.
@@ -161,6 +164,37 @@ def steps_of(result: dict[str, Any]) -> list[list[int]]:
     for step, indices in result["chunks"]:
         steps[step] += indices
     return steps
+
+
+def test_a_user_is_on_one_rank_and_clipped_once(job):
+    lead, other = results(job, "users")
+    assert torch.equal(lead["flat"], other["flat"])
+    owners, (x, y) = torch.tensor(lead["owners"]), records(51)
+    users = owners.unique()
+    seen = [
+        {lead["owners"][row] for _, rows in each["chunks"] for row in rows}
+        for each in (lead, other)
+    ]
+    assert not seen[0] & seen[1] and seen[0] | seen[1] == set(users.tolist())
+    assert lead["records"] == len(users)
+    net = network(of_net(lead))
+    optimizer = sgd(net)
+    for _ in range(2):
+        total, short = torch.zeros(43), 0
+        for user in users:
+            own = owners == user
+            loss = nn.functional.cross_entropy(net(x[own]), y[own])
+            gradient = nn.utils.parameters_to_vector(torch.autograd.grad(loss, net.parameters()))
+            short += bool(gradient.norm() < 0.8)
+            total += gradient * min(1.0, 0.8 / float(gradient.norm()))
+        assert 0 < short < len(users)
+        nn.utils.vector_to_parameters(
+            total / len(users), grads := [p.clone() for p in net.parameters()]
+        )
+        for param, grad in zip(net.parameters(), grads, strict=True):
+            param.grad = grad.detach()
+        optimizer.step()
+    torch.testing.assert_close(lead["flat"], flat(net), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("scenario", ["clipped", pytest.param("ghost", marks=pytest.mark.slow)])
@@ -312,8 +346,9 @@ def test_number_of_records_is_binomial_over_all_ranks(job):
 # -- noise -----------------------------------------------------------------------------------
 
 
-def test_noise_is_drawn_once_over_the_world(job):
-    lead, other = results(job, "noise")
+@pytest.mark.parametrize("scenario", ["noise", "secure"])
+def test_noise_is_drawn_once_over_the_world(job, scenario):
+    lead, other = results(job, scenario)
     assert torch.equal(lead["moved"], other["moved"])
     expected_batch_size = 5 * 2
     released = (lead["moved"] * expected_batch_size).double().numpy()
@@ -321,6 +356,49 @@ def test_noise_is_drawn_once_over_the_world(job):
     assert stats.kstest(released, stats.norm(scale=noise_std).cdf).pvalue > 1e-4
     for wrong in (math.sqrt(2), 1 / math.sqrt(2), 2, 1 / 2):
         assert stats.kstest(released, stats.norm(scale=wrong * noise_std).cdf).pvalue < 1e-6
+    of_ranks = released.reshape(2, -1)
+    assert abs(np.corrcoef(of_ranks)[0, 1]) < 5 / math.sqrt(of_ranks.shape[1])
+
+
+def test_noise_that_remembers_is_undone_by_its_matrix_over_both_shares(job):
+    """Each rank remembers its own share, and no part of a record comes back too soon."""
+    lead, other = results(job, "correlated")
+    assert torch.equal(lead["moved"], other["moved"])
+    assert (lead["steps"], lead["charges"], lead["past"], other["past"]) == (12, 3, [], [])
+    coefficients = np.array([1.0, 0.7, 0.4, 0.1])
+    c = toeplitz(np.pad(coefficients, (0, 8)), np.zeros(12))
+    released = lead["moved"].numpy() * 4  # B, at learning rate 1
+    fresh = c @ released / np.linalg.norm(coefficients)
+    assert stats.kstest(fresh.ravel(), stats.norm(scale=2.0 * 0.5).cdf).pvalue > 1e-4
+    between = np.corrcoef(fresh)[np.triu_indices(12, 1)]
+    assert np.abs(between).max() < 6 / math.sqrt(fresh.shape[1])
+    for result in (lead, other):
+        steps: dict[int, int] = {}
+        for step, batch in enumerate(result["seen"]):
+            for record in batch:
+                assert step - steps.get(record, -9) >= 4
+                steps[record] = step
+    assert not set(sum(lead["seen"], [])) & set(sum(other["seen"], []))  # noqa: RUF017
+
+
+def test_a_fixed_order_on_two_ranks_is_that_of_one_process(job):
+    lead, other = results(job, "ordered")
+    assert torch.equal(lead["flat"], other["flat"])
+    x, y = records(51)
+    net = network(of_net(lead))
+    optimizer = sgd(net)
+    for _ in range(3):
+        for start in range(0, 51, 16):
+            optimizer.zero_grad()
+            batch = slice(start, start + 16)
+            (nn.functional.cross_entropy(net(x[batch]), y[batch], reduction="sum") / 16).backward()
+            optimizer.step()
+    torch.testing.assert_close(lead["flat"], flat(net), rtol=0, atol=2e-6)
+    orders = [[index for _, index in result["chunks"]] for result in (lead, other)]
+    assert all(order[:4] == order[4:8] == order[8:] for order in orders)
+    assert sorted(record for order in orders for batch in order[:4] for record in batch) == [
+        *range(51)
+    ]
 
 
 # -- steps, budget, journal ------------------------------------------------------------------

@@ -1,0 +1,245 @@
+"""Sampling schemes whose batches depend on each other: parts that take turns, and a fixed order."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_dp._refusals import RefusedSetting
+from lightning_dp._validate import flag, normalise, whole
+from lightning_dp.accounting.events import AbstractEvent, CyclicRound, FixedOrderPass
+from lightning_dp.noise import AbstractNoise, IndependentNoise
+from lightning_dp.sampling.schemes import AbstractSampling, BatchPlan, Poisson
+
+__all__ = ["AbstractBlockSampling", "CyclicPoisson", "Draw", "FixedOrder"]
+
+Draw: TypeAlias = Callable[[int, float, np.random.Generator], NDArray[np.int64]]
+"""Positions in a shard, from the step of the run, q, and fresh randomness."""
+
+
+class AbstractBlockSampling(AbstractSampling):
+    """Chooses batches of a block of steps, and names the event of several steps in a row.
+
+    A subclass promises that no record takes part twice in any :meth:`window` steps in a row, and that
+    charges 0, 1, ..., n, one at the first step and one after each window, are together never more private
+    than what :meth:`begin` draws in these windows, with noise that remembers for at most
+    :attr:`separation` steps.
+    """
+
+    @abstractmethod
+    def window(self, batches: BatchPlan) -> int:
+        """Return the number of steps that one charge covers."""
+
+    @abstractmethod
+    def charge(
+        self,
+        noise_multiplier: float,
+        sample_rate: float,
+        *,
+        noise: AbstractNoise,
+        number: int,
+        window: int,
+        steps: int,
+    ) -> AbstractEvent:
+        """Return the event of a charge.
+
+        Args:
+            noise_multiplier: z of each step.
+            sample_rate: q, expected batch size over records.
+            noise: with its coefficients.
+            number: of the charge in its block; 0 is the first one.
+            window: as :meth:`window`.
+            steps: that it covers, at most ``window``.
+        """
+
+    @abstractmethod
+    def begin(
+        self, batches: BatchPlan, rank: int, world_size: int, rng: np.random.Generator
+    ) -> Draw:
+        """Return what draws the batches of a new block. It is secret, and is not saved."""
+
+    def event(self, noise_multiplier: float, sample_rate: float) -> AbstractEvent:
+        """Return the event of a block of one step."""
+        noise = IndependentNoise()
+        return self.charge(noise_multiplier, sample_rate, noise=noise, number=0, window=1, steps=1)
+
+    def draw(
+        self, shard_size: int, sample_rate: float, rng: np.random.Generator
+    ) -> NDArray[np.int64]:
+        """Refuse to draw a batch by itself."""
+        raise RefusedSetting(
+            f"{self} has batches that depend on each other, so none is drawn by itself. Use it with a "
+            "Trainer; federated clients and audits take sampling=Poisson() or FullBatch().",
+            topic="fixed-order",
+        )
+
+
+@dataclass(frozen=True)
+class CyclicPoisson(AbstractBlockSampling):
+    """Records are divided into b parts at random; step t draws from part t mod b, at rate b·q.
+
+    So a record takes part at most once in b steps in a row, which is what noise with b bands
+    (:class:`~lightning_dp.noise.BandedNoise`) asks for, and its chance in a whole round is b·q: a round
+    of b steps is one Gaussian release on one Poisson sample of that rate (Choquette-Choo et al. 2023,
+    arXiv:2306.08153, Theorem 4), and is charged before its first record. A stop inside is paid in full.
+
+    - Each record has a part by itself, uniformly at random, so that one record more or less leaves the
+      parts of all others. They last for a fit, and are never saved: a run that is resumed draws others.
+    - N·q records take part in a step on average, whatever their parts.
+
+    Args:
+        bands: b >= 1.
+
+    Raises:
+        ValueError: if ``bands`` is less than 1, or by :meth:`plan` if b·q is above 1.
+
+    Example:
+        >>> CyclicPoisson(8).plan(
+        ...     num_records=1000, batch_size=50, accumulate=2, world_size=1, loader_length=20
+        ... ).sample_rate
+        0.1
+    """
+
+    bands: int = 8
+
+    def __post_init__(self) -> None:
+        normalise(self, whole, "bands")
+
+    @property
+    def follows_loader(self) -> bool:
+        return True
+
+    @property
+    def separation(self) -> float:
+        return self.bands
+
+    def plan(
+        self,
+        *,
+        num_records: int,
+        batch_size: int,
+        accumulate: int,
+        world_size: int,
+        loader_length: int,
+    ) -> BatchPlan:
+        plan = super().plan(
+            num_records=num_records,
+            batch_size=batch_size,
+            accumulate=accumulate,
+            world_size=world_size,
+            loader_length=loader_length,
+        )
+        if not self.bands * plan.sample_rate <= 1:
+            raise RefusedSetting(
+                f"sampling={self}: each step draws from a {self.bands}th of the {num_records} records, "
+                f"which is less than a batch of {plan.expected_batch_size:g}. Use at most "
+                f"{int(1 / plan.sample_rate)} bands, or a smaller batch_size.",
+                topic="fixed-order",
+            )
+        return plan
+
+    def window(self, batches: BatchPlan) -> int:
+        return self.bands
+
+    def charge(
+        self,
+        noise_multiplier: float,
+        sample_rate: float,
+        *,
+        noise: AbstractNoise,
+        number: int,
+        window: int,
+        steps: int,
+    ) -> AbstractEvent:
+        return CyclicRound(noise_multiplier, min(1.0, self.bands * sample_rate), steps)
+
+    def begin(
+        self, batches: BatchPlan, rank: int, world_size: int, rng: np.random.Generator
+    ) -> Draw:
+        shard_size = len(range(rank, batches.num_records, world_size))
+        part_of = rng.integers(self.bands, size=shard_size)
+        parts = [np.flatnonzero(part_of == part) for part in range(self.bands)]
+
+        def draw(step: int, rate: float, rng: np.random.Generator) -> NDArray[np.int64]:
+            part = parts[step % self.bands]
+            return part[Poisson().draw(len(part), min(1.0, self.bands * rate), rng)]
+
+        return draw
+
+
+@dataclass(frozen=True)
+class FixedOrder(AbstractBlockSampling):
+    """Batches as a loader without shuffling gives them, in one order that every pass repeats.
+
+    Which step uses whom may be known to everybody, so nothing is amplified: E passes with independent
+    noise are √E/z-GDP, which is many times the noise of Poisson sampling. Noise that remembers makes up
+    for most of it (:class:`~lightning_dp.noise.LambdaCGD`, :class:`~lightning_dp.noise.BandedNoise`).
+
+    - Each record takes part once in a pass, and always at the same place, so its steps are exactly a
+      pass apart, wherever epochs of the Trainer begin or end.
+    - The guarantee is "zero_out": a record has no effect, and keeps its place. It is assumed that the
+      order does not depend on the records.
+    - A pass is charged before its first record, and a stop inside is paid in full.
+
+    Args:
+        shuffle: draw the order once, at the start of each fit, and not take that of the data set.
+            Refused without: a loader with ``shuffle=True``, which draws another order each epoch.
+
+    Example:
+        >>> FixedOrder().plan(
+        ...     num_records=1000, batch_size=50, accumulate=2, world_size=1, loader_length=20
+        ... ).steps_per_epoch
+        10
+    """
+
+    shuffle: bool = False
+
+    def __post_init__(self) -> None:
+        normalise(self, flag, "shuffle")
+
+    @property
+    def follows_loader(self) -> bool:
+        return True
+
+    @property
+    def separation(self) -> float:
+        return math.inf  # the charge counts the rows that columns share
+
+    def window(self, batches: BatchPlan) -> int:
+        return batches.steps_per_epoch
+
+    def charge(
+        self,
+        noise_multiplier: float,
+        sample_rate: float,
+        *,
+        noise: AbstractNoise,
+        number: int,
+        window: int,
+        steps: int,
+    ) -> AbstractEvent:
+        return FixedOrderPass(noise_multiplier / math.sqrt(noise.cost(number, window)), steps)
+
+    def begin(
+        self, batches: BatchPlan, rank: int, world_size: int, rng: np.random.Generator
+    ) -> Draw:
+        shard_size, passes = (
+            len(range(rank, batches.num_records, world_size)),
+            batches.steps_per_epoch,
+        )
+        order = rng.permutation(shard_size) if self.shuffle else np.arange(shard_size)
+        size = round(batches.expected_batch_size / world_size)
+        if batches.sample_rate == 1:  # a batch may be larger than the training set
+            size = -(-shard_size // passes)
+
+        def draw(step: int, rate: float, rng: np.random.Generator) -> NDArray[np.int64]:
+            place = step % passes
+            return order[place * size : (place + 1) * size]
+
+        return draw

@@ -1,0 +1,577 @@
+"""Noise that remembers and batches that depend on each other, in a whole Trainer."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
+from scipy.linalg import toeplitz
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_dp import (
+    AdaptiveQuantile,
+    BandedNoise,
+    Checks,
+    Constant,
+    CubicNewton,
+    CyclicPoisson,
+    Diff2,
+    Exponential,
+    FixedOrder,
+    FullBatch,
+    IndependentNoise,
+    LambdaCGD,
+    MeanGradient,
+    Poisson,
+    PrivacyConfig,
+    Storm,
+)
+from lightning_dp._refusals import RefusedRun, RefusedSetting
+from lightning_dp.accounting import PLDAccountant
+from lightning_dp.accounting.events import CyclicRound, FixedOrderPass
+from lightning_dp.accounting.gdp import gdp_epsilon
+from lightning_dp.audit import audit
+from tests.zoo import flat, private
+
+CYCLIC = {"sampling": CyclicPoisson(4), "noise": BandedNoise(4)}
+FIXED = {"sampling": FixedOrder(), "relation": "zero_out"}
+LAMBDA = {**FIXED, "noise": LambdaCGD(0.8)}
+BANDED = {**FIXED, "noise": BandedNoise(12)}
+ALL = [CYCLIC, FIXED, LAMBDA, BANDED]
+IDS = ["cyclic", "fixed", "lambda", "banded"]
+
+
+class Flat(L.LightningModule):
+    """Weights whose gradient is zero and whose learning rate is 1: what moves them is the noise."""
+
+    def __init__(self, size: int = 50) -> None:
+        super().__init__()
+        self.net = nn.Linear(size, 10, bias=False)
+        self.weights: list[Tensor] = []
+
+    def on_fit_start(self) -> None:
+        self.weights.append(flat(self.net).double())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(torch.zeros(len(batch[0]), self.net.in_features)).sum(1).mean()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.weights.append(flat(self.net).double())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    @property
+    def noise(self) -> Tensor:
+        return -torch.stack(self.weights).diff(dim=0)
+
+
+@pytest.fixture
+def classifier(classifier: type[Any], mlp: Any) -> Any:
+    """Made without arguments."""
+    return type(
+        "Named", (classifier,), {"__init__": lambda self, *_: classifier.__init__(self, mlp())}
+    )
+
+
+@pytest.fixture
+def ordered(blobs: TensorDataset) -> DataLoader[Any]:
+    return DataLoader(blobs, batch_size=24)
+
+
+class Stop(L.Callback):
+    """Ends the fit, by an order to the Trainer or an error, within a step."""
+
+    def __init__(self, step: int, error: type[Exception] | None = None) -> None:
+        self.step, self.error = step, error
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step and self.error is None:
+            trainer.should_stop = True
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step and self.error is not None:
+            raise self.error("planted")
+
+
+# -- whole fits -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", ALL, ids=IDS)
+def test_a_fit_keeps_its_budget_and_counts_its_steps(
+    options, classifier, fit, numbered, charges, recording
+):
+    model, privacy = recording(), private(target_epsilon=3.0, **options)
+    loader = DataLoader(numbered(), batch_size=24)
+    trainer = fit(model, privacy, loader, max_epochs=3)
+    assert trainer.global_step == privacy.steps == 30
+    assert 2.98 < privacy.epsilon <= 3.0
+    assert sum(event.num_steps for event in charges()) == 30
+    assert len(charges()) == (8 if "relation" not in options else 3)
+    least = 4 if options is CYCLIC else 10
+    seen: dict[int, int] = {}
+    for step, batch in enumerate(model.batches):
+        for record in batch:
+            assert step - seen.get(record, -99) >= least
+            seen[record] = step
+    report = privacy.report()
+    assert (report.steps, report.epsilon) == (30, privacy.epsilon)
+    assert ("BandedNoise" in str(report)) == (type(options.get("noise")) is BandedNoise)
+
+
+def test_a_fixed_order_has_the_batches_of_the_loader(recording, fit, numbered):
+    loader = DataLoader(numbered(100), batch_size=24, num_workers=1, persistent_workers=True)
+    model, privacy = recording(), private(**FIXED)
+    fit(model, privacy, loader, max_epochs=2)
+    assert (
+        model.batches[:5]
+        == model.batches[5:]
+        == [list(range(start, min(start + 24, 100))) for start in range(0, 100, 24)]
+    )
+    assert privacy.epsilon == pytest.approx(gdp_epsilon(math.sqrt(2), 1e-5), rel=1e-9)
+
+
+def test_shuffled_once_is_another_order_that_repeats(recording, fit, numbered):
+    model = recording()
+    privacy = private(sampling=FixedOrder(shuffle=True), relation="zero_out")
+    fit(model, privacy, DataLoader(numbered(), batch_size=24, shuffle=True), max_epochs=2)
+    assert model.batches[:10] == model.batches[10:]
+    order = [record for batch in model.batches[:10] for record in batch]
+    assert sorted(order) == list(range(240)) != order
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_one_band_is_dp_sgd_bit_for_bit(classifier, fit, ordered, accumulate):
+    weights = []
+    for options in ({}, {"sampling": CyclicPoisson(1), "noise": BandedNoise(1)}):
+        model, privacy = classifier(), private(seed=7, **options)
+        fit(model, privacy, ordered, max_epochs=2, accumulate_grad_batches=accumulate)
+        weights.append((flat(model), privacy.epsilon))
+    assert torch.equal(weights[0][0], weights[1][0])
+    assert weights[0][1] == weights[1][1]
+
+
+@pytest.mark.parametrize("size", [50, 20_000])  # the larger begins its sums with noise, in threads
+@pytest.mark.parametrize("options", [CYCLIC, LAMBDA, BANDED], ids=["cyclic", "lambda", "banded"])
+def test_released_noise_is_the_dense_product_of_fresh_noise(fit, ordered, options, size):
+    """The noise of a fit with independent noise of the same seed, through C^-1."""
+    fresh, found = Flat(size), Flat(size)
+    fit(fresh, private(seed=3), ordered, max_epochs=2)
+    privacy = private(seed=3, **options)
+    fit(found, privacy, ordered, max_epochs=2)
+    noise = privacy._run.mechanism.plan.noise
+    column = noise.inverse(20)
+    dense = noise.column_norm * toeplitz(column, np.zeros(20)) @ fresh.noise.numpy()
+    assert np.abs(found.noise.numpy() - dense).max() < 1e-5 * np.abs(dense).max()
+    assert float(fresh.noise.std()) == pytest.approx(1 / 24, rel=0.05)
+    assert float(found.noise.sum(0).std()) < 0.7 * float(fresh.noise.sum(0).std())
+
+
+# -- the end of a block ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "covered", "number"), [(CYCLIC, 8, 2), (LAMBDA, 10, 1)], ids=["cyclic", "lambda"]
+)
+@pytest.mark.parametrize("error", [None, RuntimeError])
+def test_a_stop_inside_is_paid_in_full(
+    classifier, fit, ordered, charges, options, covered, number, error
+):
+    privacy = private(noise_multiplier=2.0, **options)
+    if error is None:
+        assert (
+            fit(classifier(), privacy, ordered, max_epochs=3, callbacks=[Stop(6)]).global_step == 6
+        )
+    else:  # between the charge and the release of the seventh step
+        with pytest.raises(error, match="planted"):
+            fit(classifier(), privacy, ordered, max_epochs=3, callbacks=[Stop(6, error)])
+    assert privacy.steps == covered
+    assert len(charges()) == number
+    whole = privacy._run.ledger.history()
+    assert privacy.epsilon == PLDAccountant().epsilon(whole, 1e-5, privacy.config.relation) > 0
+
+
+def test_a_run_that_ends_inside_a_round_is_charged_for_no_more_steps(classifier, fit, ordered):
+    privacy = private(**CYCLIC)
+    fit(classifier(), privacy, ordered, max_steps=6)
+    assert privacy.steps == 6
+    assert privacy._run.ledger.history() == [
+        (CyclicRound(1.0, 0.4, 4), 1),
+        (CyclicRound(1.0, 0.4, 2), 1),
+    ]
+
+
+def test_training_stops_before_the_charge_that_would_exceed_the_budget(classifier, fit, ordered):
+    privacy = private(target_epsilon=3.0, noise_multiplier=2.0, **FIXED)
+    trainer = fit(classifier(), privacy, ordered, max_epochs=5)
+    assert trainer.global_step == privacy.steps == 20
+    assert privacy.epsilon == pytest.approx(gdp_epsilon(math.sqrt(2) / 2, 1e-5), rel=1e-9)
+
+
+@pytest.mark.parametrize("options", ALL, ids=IDS)
+def test_a_resume_begins_a_new_block_and_pays_for_it(
+    recording, fit, numbered, charges, tmp_path, options
+):
+    """Also for steps that were made after the checkpoint, and are made once more."""
+    data, saved = DataLoader(numbered(), batch_size=24), tmp_path / "checkpoints"
+    saver = ModelCheckpoint(saved, every_n_train_steps=6, save_top_k=-1)
+    first = private(noise_multiplier=2.0, **options)
+    stop, on = Stop(9), {"enable_checkpointing": True, "max_epochs": 2}
+    fit(recording(), first, data, callbacks=[saver, stop], **on)
+    before = len(charges())
+    (path,) = saved.glob("*step=6*")
+
+    again, model = private(noise_multiplier=2.0, **options), recording()
+    trainer = fit(model, again, data, ckpt_path=path, **on)
+    assert trainer.global_step == 20
+    window = 4 if options is CYCLIC else 10
+    assert len(charges()) == before + math.ceil(14 / window)
+    assert again._run.mechanism.plan.start == 6
+    assert again.epsilon > first.epsilon
+    events = charges()
+    if options is LAMBDA:  # the second block begins with the price of a first pass
+        assert events[0] == FixedOrderPass(events[0].noise_multiplier, 10)
+        assert [each.noise_multiplier for each in events[1:]] == [
+            events[0].noise_multiplier,
+            events[1].noise_multiplier if len(events) == 2 else pytest.approx(events[2].pair[0]),
+        ]
+        assert again.epsilon == pytest.approx(
+            gdp_epsilon(math.sqrt(sum(1 / e.noise_multiplier**2 for e in events)), 1e-5), rel=1e-9
+        )
+    if "relation" in options:  # goes on where it was
+        assert model.batches[0] == list(range(144, 168))
+
+
+def test_a_second_fit_of_a_callback_is_another_block(classifier, fit, ordered, charges):
+    privacy, model = private(**CYCLIC), classifier()
+    fit(model, privacy, ordered, max_steps=5)
+    first = privacy._run._fit.draw
+    fit(model, privacy, ordered, max_steps=5)
+    assert [event.steps for event in charges()] == [4, 1, 4, 1]
+    assert privacy._run._fit.draw is not first
+
+
+# -- what is secret ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [CYCLIC, LAMBDA, BANDED], ids=["cyclic", "lambda", "banded"])
+def test_nothing_that_is_remembered_is_saved(fit, numbered, classifier, tmp_path, options):
+    found: dict[str, Any] = {}
+
+    class Look(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            if trainer.global_step != 9:
+                return
+            mechanism = privacy._run.mechanism
+            found["past"] = [past.clone() for past in mechanism.noise._past]
+            rng = np.random.default_rng(0)
+            found["part"] = privacy._run._fit.draw(0, 0.25, rng)
+            trainer.save_checkpoint(tmp_path / "saved.ckpt")
+            found["state"] = pickle.dumps(mechanism.state_dict())
+            found["pickles"] = pickle.dumps((mechanism.noise, privacy._run.config))
+            found["copied"] = pickle.dumps(privacy._run._fit.__getstate__()["draw"])
+            found["repr"] = repr(mechanism) + repr(privacy._run._fit)
+
+    data = TensorDataset(*numbered().tensors[:2])
+    privacy = private(**options)
+    fit(classifier(), privacy, DataLoader(data, batch_size=24), callbacks=[Look()], max_epochs=2)
+    assert len(found["past"]) == min(options["noise"].bands - 1, 9 if options is not LAMBDA else 1)
+    written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(written) >= 3  # checkpoint, journal, report
+    places = found["part"].astype(np.int64).tobytes()
+    secrets = [past.numpy()[:4].tobytes() for past in found["past"]]
+    secrets += [repr(float(past[0])).encode() for past in found["past"]]
+    if options is CYCLIC:
+        secrets += [places[:64], str(found["part"][:6].tolist()).encode()]
+    for content in (
+        *written,
+        found["state"],
+        found["pickles"],
+        found["copied"],
+        found["repr"].encode(),
+    ):
+        assert not any(secret in content for secret in secrets)
+    assert privacy._run.mechanism.noise._past == []  # forgotten with the fit
+
+
+# -- what is refused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"noise": BandedNoise(4)}, r"Use sampling=CyclicPoisson\(4\) or sampling=FixedOrder\(\)"),
+        ({"noise": BandedNoise(4), "sampling": FullBatch()}, r"a record may take part twice"),
+        ({"noise": BandedNoise(8), "sampling": CyclicPoisson(4)}, r"CyclicPoisson\(8\)"),
+        ({"noise": LambdaCGD(0.9)}, r"Use sampling=FixedOrder\(\), or noise=IndependentNoise"),
+        ({**LAMBDA, "sampling": CyclicPoisson(4)}, r"noise=LambdaCGD\(lam=0\.9?8?\)"),
+        ({"sampling": FixedOrder()}, r"Say relation='zero_out'"),
+        ({**CYCLIC, "noise_schedule": Exponential(0.1)}, r"Exponential.*changes it. Use Constant"),
+        ({**FIXED, "noise_schedule": Exponential(0.1)}, r"Use Constant\(\)"),
+        ({**CYCLIC, "estimator": Diff2(4)}, r"Diff2\(.* asks otherwise"),
+        ({**CYCLIC, "estimator": Storm(0.5)}, r"Storm\(.* asks otherwise"),
+        ({**CYCLIC, "clipping": AdaptiveQuantile()}, r"clipping=AdaptiveQuantile\(.* moves it"),
+        ({**FIXED, "clipping": AdaptiveQuantile()}, r"clipping=AdaptiveQuantile\(.* moves it"),
+        ({**CYCLIC, "count_clipped": True}, r"count_clipped=True with noise=BandedNoise"),
+        ({"noise": "banded"}, r"noise='banded' must be an object derived from AbstractNoise"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        PrivacyConfig(target_delta=1e-5, noise_multiplier=1.0, **options)
+
+
+def test_what_goes_together_is_accepted():
+    for options in (
+        {**CYCLIC, "estimator": MeanGradient(0.5), "noise_schedule": Constant()},
+        {"noise": BandedNoise(1), "sampling": Poisson(), "count_clipped": True},
+        {**FIXED, "relation": "replace_one", "count_clipped": True},
+        {"noise": IndependentNoise(), "sampling": FullBatch(), "relation": "zero_out"},
+    ):
+        PrivacyConfig(target_delta=1e-5, noise_multiplier=1.0, **options)
+
+
+def test_a_loader_that_shuffles_each_epoch_has_no_fixed_order(classifier, fit, loader):
+    with pytest.raises(MisconfigurationException, match=r"shuffle=True, which draws another order"):
+        fit(classifier(), private(**FIXED), loader, max_epochs=2)
+
+
+@pytest.mark.parametrize("options", [CYCLIC, FIXED], ids=["cyclic", "fixed"])
+def test_reloaded_loaders_are_refused(classifier, fit, ordered, options):
+    with pytest.raises(MisconfigurationException, match="reload_dataloaders_every_n_epochs"):
+        fit(
+            classifier(),
+            private(**options),
+            ordered,
+            max_epochs=2,
+            reload_dataloaders_every_n_epochs=1,
+        )
+
+
+@pytest.mark.parametrize("options", [CYCLIC, FIXED], ids=["cyclic", "fixed"])
+def test_an_optimizer_step_left_out_ends_the_run(classifier, fit, ordered, options):
+    """Otherwise records would come back one step too soon."""
+
+    class Leaving(classifier):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            if batch_idx != 2:
+                self.optimizers().step()
+
+    checks = Checks(dry_run=False, comparisons=False, gradient_edits="leaves a batch out")
+    privacy = private(checks=checks, **options)
+    with pytest.warns(match="never released"), pytest.raises(RefusedRun, match="was left out"):
+        fit(Leaving(), privacy, ordered, max_epochs=2)
+    assert privacy.steps == (4 if options is CYCLIC else 10)
+
+
+def test_the_mechanism_itself_refuses_a_step_on_an_unfinished_one(classifier, fit, ordered):
+    asked: list[str] = []
+
+    class Again(L.Callback):
+        def on_before_zero_grad(self, trainer: L.Trainer, *args: Any) -> None:
+            mechanism = privacy._run.mechanism
+            if mechanism.is_begun:
+                with pytest.raises(RefusedRun, match="was not finished"):
+                    mechanism.ask(list(trainer.lightning_module.parameters()))
+                asked.append("again")
+
+    privacy = private(**CYCLIC)
+    fit(classifier(), privacy, ordered, max_steps=2, callbacks=[Again()])
+    assert asked
+
+
+def test_a_copy_of_a_run_draws_no_batches(classifier, fit, ordered):
+    privacy = private(**CYCLIC)
+    fit(classifier(), privacy, ordered, max_steps=2)
+    copied = pickle.loads(pickle.dumps(privacy._run))
+    with pytest.raises(RefusedRun, match="A copy of a run draws no batches"):
+        copied.draw(0, 0.1, np.random.default_rng())
+
+
+def test_a_ledger_with_a_fixed_order_has_no_add_remove(classifier, fit, ordered):
+    privacy = private(noise_multiplier=3.0)
+    privacy._run.ledger.begin("another fit")
+    privacy._run.ledger.charge(FixedOrderPass(3.0, 10))
+    with pytest.raises(RefusedSetting, match=r"add_remove' has no bound.*zero_out"):
+        fit(classifier(), privacy, ordered, max_epochs=1)
+    privacy = private(noise_multiplier=3.0, relation="zero_out")
+    privacy._run.ledger.begin("another fit")
+    privacy._run.ledger.charge(FixedOrderPass(3.0, 10))
+    fit(classifier(), privacy, ordered, max_epochs=1)
+    assert privacy.steps == 20
+
+
+def test_audits_are_refused(classifier, ordered):
+    with pytest.raises(RefusedSetting, match="takes the steps of a run for independent"):
+        audit(classifier(), ordered, private(**CYCLIC).config, trainer={"max_steps": 3})
+
+
+def test_cubic_newton_is_refused():
+    newton = CubicNewton(1.0, 1.0, 2)
+    with pytest.raises(RefusedSetting, match="asks otherwise"):
+        PrivacyConfig(target_delta=1e-5, noise_multiplier=1.0, estimator=newton, **CYCLIC)
+
+
+# -- streams ----------------------------------------------------------------------------------------
+
+
+class Numbers(IterableDataset):
+    """Records in the order in which they come; counts its passes."""
+
+    def __init__(self, records: TensorDataset, length: int | None = None) -> None:
+        self.records, self.length, self.passes = records, length, 0
+
+    def __len__(self) -> int:
+        return len(self.records) if self.length is None else self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        return iter([self.records[i] for i in range(len(self.records))])
+
+
+@pytest.mark.parametrize(
+    "workers", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}], ids=str
+)
+def test_a_stream_trains_in_its_own_order(recording, fit, numbered, workers):
+    model, privacy = recording(), private(**LAMBDA)
+    stream = Numbers(numbered(100))
+    fit(model, privacy, DataLoader(stream, batch_size=24, **workers), max_epochs=2)
+    order = [list(range(start, min(start + 24, 100))) for start in range(0, 100, 24)]
+    assert model.batches == order + order
+    assert stream.passes == (0 if workers else 2)
+    assert sum(event.num_steps for event, _ in privacy._run.ledger.history()) == 10
+
+
+def test_a_stream_is_checked_like_other_data_and_resumes(recording, fit, numbered, tmp_path):
+    options = {**LAMBDA, "checks": Checks()}
+    data, on = Numbers(TensorDataset(*numbered(100).tensors)), {"enable_checkpointing": True}
+    saver = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=7, save_top_k=-1)
+    model, privacy = recording(), private(**options)
+    fit(model, privacy, DataLoader(data, batch_size=24), max_epochs=2, callbacks=[saver], **on)
+    assert "passed at" in str(privacy.report())
+    (path,) = (tmp_path / "saved").glob("*step=7*")
+    model = recording()
+    fit(
+        model,
+        private(**options),
+        DataLoader(data, batch_size=24),
+        ckpt_path=path,
+        max_epochs=2,
+        **on,
+    )
+    assert [batch[0] for batch in model.batches[-3:]] == [48, 72, 96]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sampling", "message"),
+    [
+        ({"num_workers": 2}, FixedOrder(), r"Use num_workers=1 \(or 0\) and FixedOrder\(\)"),
+        ({}, FixedOrder(shuffle=True), "no order but its own"),
+        ({}, Poisson(), r"IterableDataset.*or sampling=FixedOrder\(\)"),
+    ],
+)
+def test_streams_without_places_are_refused(classifier, fit, blobs, changes, sampling, message):
+    loader = DataLoader(Numbers(blobs), batch_size=24, **changes)
+    privacy = private(sampling=sampling, relation="zero_out")
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(classifier(), privacy, loader, max_epochs=1)
+
+
+def test_a_stream_without_a_length_is_refused(classifier, fit, blobs):
+    class Endless(IterableDataset):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(blobs)
+
+    with pytest.raises(MisconfigurationException, match=r"Endless .* without a length"):
+        fit(classifier(), private(**FIXED), DataLoader(Endless(), batch_size=24), max_steps=3)
+
+
+def test_a_stream_that_is_shorter_than_it_says_ends_the_run(classifier, fit, blobs):
+    loader = DataLoader(Numbers(blobs, length=300), batch_size=24)
+    with pytest.raises(RefusedRun, match=r"Numbers gave 240 records, and its len\(\) is 300"):
+        fit(classifier(), private(**FIXED), loader, max_epochs=1)
+
+
+@pytest.mark.parametrize("options", [CYCLIC, LAMBDA], ids=["cyclic", "lambda"])
+def test_what_is_logged_at_each_step_is_the_price_of_its_charges(classifier, fit, ordered, options):
+    logged: list[tuple[float, float]] = []
+
+    class Look(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            metrics = trainer.callback_metrics
+            logged.append((float(metrics["privacy/epsilon"]), privacy.epsilon))
+            assert metrics["privacy/steps_left"] == 20 - trainer.global_step
+
+    privacy = private(noise_multiplier=2.0, **options)
+    on = {"max_epochs": 2, "log_every_n_steps": 1}
+    fit(classifier(), privacy, ordered, callbacks=[Look()], **on)
+    assert len(logged) == 20
+    assert [shown for shown, _ in logged] == pytest.approx([exact for _, exact in logged], rel=1e-3)
+    assert all(shown >= exact * (1 - 1e-9) for shown, exact in logged)
+    assert len({exact for _, exact in logged}) == (5 if options is CYCLIC else 2)
+    assert f"{privacy._run.setting.noise_norm:.3g}" in str(privacy.report().to_dict())
+
+
+def test_the_noise_norm_that_is_told_is_that_of_the_noise(fit, ordered):
+    model, privacy = Flat(2000), private(noise_multiplier=2.0, **LAMBDA)
+    fit(model, privacy, ordered, max_epochs=2)
+    last = float(model.noise[-1].norm())
+    assert privacy._run.setting.noise_norm == pytest.approx(last, rel=0.05)
+
+
+# -- a kill -------------------------------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys
+import lightning as L, torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+from tests.strategies.test_blocks import CYCLIC, Flat
+from tests.zoo import private
+
+class Kill(L.Callback):
+    def on_before_optimizer_step(self, trainer, *args):
+        if trainer.global_step == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+L.Trainer(
+    accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, max_steps=12,
+    enable_model_summary=False, default_root_dir=sys.argv[1], callbacks=[
+        private(noise_multiplier=2.0, **CYCLIC), Kill(),
+        ModelCheckpoint(sys.argv[1], "{step}", every_n_train_steps=5),
+    ],
+).fit(Flat(), DataLoader(TensorDataset(torch.zeros(240, 1)), batch_size=24))
+"""
+
+
+def test_a_kill_between_charge_and_release_has_paid_for_the_round(fit, tmp_path, charges):
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    assert [event.steps for event in charges()] == [4, 4]  # 6 of which were released
+
+    privacy = private(noise_multiplier=2.0, **CYCLIC)
+    data = DataLoader(TensorDataset(torch.zeros(240, 1)), batch_size=24)
+    trainer = fit(Flat(), privacy, data, ckpt_path=tmp_path / "step=5.ckpt", max_steps=12)
+    assert trainer.global_step == 12
+    assert [event.steps for event in charges()] == [4, 4, 4, 3]
+    assert privacy.epsilon == PLDAccountant().epsilon([(event, 1) for event in charges()], 1e-5)

@@ -1,0 +1,381 @@
+"""Users and augmented records through a whole Trainer: one clip a unit, and ε of units."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+
+import lightning as L
+import pytest
+import torch
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from dp_accounting.pld import PLDAccountant as Oracle
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from lightning_dp import Checks, Diff2, FullBatch, UserLevel
+from lightning_dp.accounting.events import VoidedRunError
+from lightning_dp.audit import audit
+from lightning_dp.callbacks import DifferentialPrivacy
+from tests.zoo import Classifier, flat, private, records
+
+C = 2.2
+USERS = [3, 0, 0, 1, 2, 2, 2, 2, 0, 3, 2, 4]  # 5 users of one to five rows
+ENGINES = ["layers", "records", "ghost", "one_by_one"]
+NOISELESS = {"noise_multiplier": 0.0, "max_grad_norm": C, "sampling": FullBatch()}
+
+
+def net():
+    torch.manual_seed(0)
+    layers = nn.Linear(6, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 3)
+    return nn.Sequential(*layers).double()
+
+
+def data():
+    x, y = records(len(USERS))
+    return TensorDataset(3 * x.double(), y)
+
+
+@pytest.fixture
+def fit(make_trainer):
+    def run(dataset, batch_size=2, model=None, callbacks=(), trainer=None, **options):
+        model = model or Classifier(net(), lambda params: torch.optim.SGD(params, lr=1.0))
+        model.privacy = private(**options)
+        settings = {"max_steps": 1, **(trainer or {})}
+        model.used = make_trainer(callbacks=[*callbacks, model.privacy], **settings)
+        model.used.fit(model, DataLoader(dataset, batch_size))
+        return model
+
+    return run
+
+
+def released(fit, dataset, users, **options):
+    """The sum of one step on all users: lr = 1, q = 1, and an update is the sum over B = U."""
+    before, unit = flat(net()), UserLevel(users, most_rows=99)
+    model = fit(dataset, **{**NOISELESS, "unit": unit, **options})
+    return (before - flat(model)) * len({*users})
+
+
+def gradient(x, y):
+    module = net()
+    loss = nn.functional.cross_entropy(module(x), y)
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*module.parameters()])])
+
+
+def loop(dataset, users):
+    """Each user's mean gradient, clipped once."""
+    x, y = dataset.tensors
+    of_users = [torch.tensor([each == user for each in users]) for user in {*users}]
+    return clipped([gradient(x[own], y[own]) for own in of_users])
+
+
+def clipped(means):
+    """The bound reaches some and not others."""
+    lengths = [float(mean.norm()) for mean in means]
+    assert min(lengths) < C < max(lengths)
+    return sum(mean * min(1.0, C / size) for mean, size in zip(means, lengths, strict=True))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_step_is_that_of_a_loop_over_users(fit, engine):
+    """In physical batches of two users."""
+    found = released(fit, data(), USERS, engine=engine)
+    torch.testing.assert_close(found, loop(data(), USERS), rtol=0, atol=1e-9)
+
+
+def test_all_rows_of_a_user_move_the_sum_by_at_most_c(fit):
+    """Rows of one more user, of any length: clipped one by one, five would move it by 5 C."""
+    x, y = data().tensors
+    without = released(fit, data(), USERS)
+    for size, scale in ((1, 1.0), (5, 1e-3), (5, 10.0), (9, math.nan)):
+        more = scale * torch.ones(size, 6).double() * torch.tensor([1, -2, 0.5, 3, 0, -1])
+        whole = TensorDataset(torch.cat([x, more]), torch.cat([y, y.new_full((size,), 2)]))
+        moved = (released(fit, whole, [*USERS, *[7] * size]) - without).norm()
+        assert float(moved) <= C + 1e-9, (size, scale)
+        if scale == 10.0:
+            assert float(moved) == pytest.approx(C, rel=1e-9)
+
+
+def test_more_rows_of_a_user_move_their_part_alone(fit):
+    """A replacement of the user: by 2 C at most, and nobody else's part moves."""
+    x, y = data().tensors
+    whole = TensorDataset(torch.cat([x, x[3:4].repeat(20, 1)]), torch.cat([y, y[3:4].repeat(20)]))
+    users = [*USERS, *[1] * 20]  # copies of user 1's only row: the mean stays
+    torch.testing.assert_close(
+        released(fit, whole, users), released(fit, data(), USERS), rtol=0, atol=1e-9
+    )
+    other = TensorDataset(torch.cat([x, -9 * x[:7]]), torch.cat([y, y[:7]]))
+    moved = released(fit, other, [*USERS, *[1] * 7]) - released(fit, data(), USERS)
+    assert 0 < float(moved.norm()) <= 2 * C + 1e-9
+
+
+class Seen(Classifier):
+    """Writes down the rows of each chunk."""
+
+    def __init__(self, **options):
+        super().__init__(net(), **options)
+        self.steps = []
+
+    def training_step(self, batch, batch_idx):
+        x, y, row = batch
+        chunk = self.trainer.train_dataloader.current
+        if chunk.first:
+            self.steps.append([])
+        if chunk.size:
+            self.steps[-1].append(row.tolist())
+        return super().training_step((x, y), batch_idx)
+
+
+def test_a_step_reads_k_rows_of_a_user_who_is_never_cut(fit):
+    x, y = records(60)
+    users = [0] * 30 + [1 + row // 3 for row in range(30)]
+    dataset = TensorDataset(x.double(), y, torch.arange(60))
+    trainer = {"max_steps": 30, "accumulate_grad_batches": 3}
+    model = fit(dataset, 1, Seen(), trainer=trainer, unit=UserLevel(users, most_rows=2))
+    assert len(model.steps) == 30
+    for step in model.steps:
+        of_chunks = [Counter(users[row] for row in chunk) for chunk in step]
+        assert all(counts.most_common(1)[0][1] <= 2 for counts in of_chunks)
+        met = [user for counts in of_chunks for user in counts]
+        assert len(met) == len({*met})
+    assert model.privacy.report().sample_rate == pytest.approx(3 / 11)
+
+
+def test_epsilon_is_that_of_users(fit):
+    x, y = records(400)
+    users = [row % 40 for row in range(400)]
+    unit = UserLevel(users, most_rows=4)
+    model = fit(TensorDataset(x.double(), y), 10, trainer={"max_steps": 12}, unit=unit)
+    oracle = Oracle().compose(
+        SelfComposedDpEvent(PoissonSampledDpEvent(10 / 40, GaussianDpEvent(1.0)), 12)
+    )
+    epsilon = oracle.get_epsilon(1e-5)
+    assert model.privacy.epsilon == pytest.approx(epsilon, rel=2e-3)
+    report = model.privacy.report()
+    assert (report.unit, report.num_records, report.expected_batch_size) == ("user", 40, 10)
+
+
+def test_an_epoch_passes_over_users(fit):
+    users = [row % 40 for row in range(400)]
+    x, y = records(400)
+    options = {"max_steps": -1, "max_epochs": 2}
+    unit = UserLevel(users, most_rows=4)
+    model = fit(TensorDataset(x.double(), y), 16, trainer=options, unit=unit)
+    assert model.used.global_step == 2 * 3
+
+
+class Views(Dataset):
+    """Another view of a record each time that it is read."""
+
+    def __init__(self, spread=1.0):
+        self.x, self.y = data().tensors
+        self.spread, self.read = spread, []
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, row):
+        self.read.append(row)
+        return self.x[row] + self.spread * torch.randn(6).double(), self.y[row]
+
+
+class Kept(Classifier):
+    """Keeps the batches."""
+
+    def __init__(self):
+        super().__init__(net(), lambda params: torch.optim.SGD(params, lr=1.0))
+        self.kept = []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        batches.append(batch)
+
+
+batches = []
+
+
+@pytest.mark.parametrize("engine", ["layers", "records", "ghost"])
+def test_the_mean_over_views_of_a_record_is_clipped(fit, engine):
+    batches.clear()
+    before, dataset = flat(net()), Views()
+    model = fit(dataset, 5, Kept(), engine=engine, augmentations=4, **NOISELESS)
+    rows = {row: dataset.read.count(row) for row in range(12)}
+    assert set(rows.values()) == {4}
+    means = []
+    for x, y in batches:
+        for start in range(0, len(x), 4):
+            assert len({*y[start : start + 4].tolist()}) == 1
+            means.append(gradient(x[start : start + 4], y[start : start + 4]))
+    torch.testing.assert_close((before - flat(model)) * 12, clipped(means), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_equal_views_are_one_view(fit, engine):
+    plain, augmented = (
+        flat(fit(data(), 5, engine=engine, augmentations=k, **NOISELESS)) for k in (1, 5)
+    )
+    torch.testing.assert_close(plain, augmented, rtol=0, atol=1e-12)
+
+
+def test_augmentations_cost_no_epsilon(fit):
+    spent = [
+        fit(data(), 3, trainer={"max_steps": 5}, augmentations=k).privacy.epsilon for k in (1, 8)
+    ]
+    assert spent[0] == spent[1]
+
+
+def test_views_of_rows_of_users(fit):
+    unit = UserLevel(USERS, most_rows=99)
+    found = flat(fit(data(), 2, unit=unit, augmentations=3, **NOISELESS))
+    torch.testing.assert_close(found, flat(fit(data(), 2, unit=unit, **NOISELESS)))
+
+
+def test_two_points_of_users(fit):
+    """DIFF2 compares each user's mean at two points; noiseless and unclipped it is full descent."""
+    options = {"noise_multiplier": 0.0, "sampling": FullBatch(), "unit": UserLevel(USERS, 99)}
+    steps, model = {"max_steps": 4}, Classifier(net(), lambda p: torch.optim.SGD(p, lr=0.1))
+    fit(data(), 2, model, trainer=steps, estimator=Diff2(3, 1e6, 1e6), **options)
+    plain, (x, y) = net(), data().tensors
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        for user in {*USERS}:
+            own = torch.tensor([each == user for each in USERS])
+            (nn.functional.cross_entropy(plain(x[own]), y[own]) / len({*USERS})).backward()
+        optimizer.step()
+    torch.testing.assert_close(flat(model), flat(plain), rtol=0, atol=1e-9)
+
+
+# -- what others see -------------------------------------------------------------------------------
+
+SECRET = ["ann-of-cleves", "catherine-parr", "jane-seymour"]
+
+
+def test_reports_and_journals_speak_of_users_and_name_none(fit, tmp_path, capfd):
+    x, y = records(90)
+    ids = [SECRET[row % 3] if row < 60 else f"{SECRET[2]}-{row}" for row in range(90)]
+    options = {"max_steps": 6, "enable_checkpointing": True}
+    unit = UserLevel(ids, most_rows=5)
+    model = fit(TensorDataset(x.double(), y), 4, trainer=options, unit=unit, target_epsilon=9.0)
+    report = model.privacy.report()
+    people, annex = report.markdown("people"), report.markdown("engineers")
+    for text in ("the data of 33 users", "certain user was in", "One user is", "Number of users"):
+        assert text in people
+    assert "The promise is about one record" not in people
+    assert "of whom a step reads at most 5 rows" in annex and "4 of 33 users" in annex
+    assert "33 users a step" in str(report)
+    (journal,) = (tmp_path / "privacy").glob("*.journal")
+    assert b"a data set, by user" in journal.read_bytes()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 2
+    out = "".join(capfd.readouterr()).encode()
+    for content in [out, repr(model.privacy.config).encode(), *(p.read_bytes() for p in files)]:
+        assert not any(name.encode() in content for name in SECRET)
+    again = type(report).from_dict(json.loads(json.dumps(report.to_dict())))
+    assert again.unit == "user"
+
+
+def test_a_resumed_run_protects_the_same_units(fit, tmp_path, make_trainer):
+    options = {"max_steps": 2, "enable_checkpointing": True}
+    model = fit(data(), 2, trainer=options, unit=UserLevel(USERS, most_rows=2))
+    path = tmp_path / "at.ckpt"
+    model.used.save_checkpoint(path)
+    for other in (
+        {"unit": UserLevel(USERS, most_rows=3)},
+        {"unit": UserLevel(USERS, most_rows=2), "augmentations": 2},
+        {},
+    ):
+        trainer = make_trainer(callbacks=[private(**other)], max_steps=4)
+        with pytest.raises(ValueError, match=r"most_rows|augmentations|unit"):
+            trainer.fit(Classifier(net()), DataLoader(data(), 2), ckpt_path=path)
+    trainer = make_trainer(callbacks=[private(unit=UserLevel(USERS, most_rows=2))], max_steps=4)
+    trainer.fit(Classifier(net()), DataLoader(data(), 2), ckpt_path=path)
+    assert trainer.global_step == 4
+
+
+# -- users do not meet -----------------------------------------------------------------------------
+
+
+class Contrastive(Classifier):
+    """Every row of the batch repels all others."""
+
+    def training_step(self, batch, batch_idx):
+        found = self(batch[0])
+        return (found @ found.T).logsumexp(1).mean()
+
+
+def checked(**options):
+    return DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"augmentations": 2}], ids=str)
+def test_units_that_do_not_meet_pass_all_comparisons(make_trainer, options):
+    options = options or {"unit": UserLevel([row // 4 for row in range(96)], most_rows=3)}
+    x, y = records(96)
+    privacy = checked(**options)
+    model = Classifier(nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.2), nn.Linear(5, 3)))
+    trainer = make_trainer(callbacks=[privacy], max_steps=40)
+    trainer.fit(model, DataLoader(TensorDataset(x, y), 12))
+    report = privacy.report()
+    assert report.isolation == "compared on synthetic samples"
+    assert report.steps_compared, report.spot_checks
+
+
+def test_users_that_meet_are_refused_and_rows_of_one_user_may_meet(make_trainer):
+    x, y = records(96)
+    users = [row // 4 for row in range(96)]
+    loader = DataLoader(TensorDataset(x, y), 6)
+
+    def fit(checks, **options):
+        privacy = checked(unit=UserLevel(users, most_rows=3), checks=checks, **options)
+        model = Contrastive(nn.Linear(6, 3))
+        make_trainer(callbacks=[privacy], max_steps=8).fit(model, loader)
+        return privacy
+
+    with pytest.raises(MisconfigurationException, match="couples the records"):
+        fit(Checks(), engine="layers")
+    with pytest.raises(VoidedRunError):
+        fit(Checks(dry_run=False), engine="layers")
+    assert fit(Checks(), engine="one_by_one").steps == 8
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def test_what_has_a_gradient_for_each_row_is_refused():
+    unit = UserLevel(USERS, most_rows=2)
+    for options in ({"unit": unit}, {"augmentations": 2}):
+        with pytest.raises(ValueError, match="engine='hooks'"):
+            private(engine="hooks", **options)
+    for wrong in ("user", USERS, UserLevel):
+        with pytest.raises(TypeError, match="UserLevel"):
+            private(unit=wrong)
+    for wrong in (0, 1.5, None):
+        with pytest.raises((ValueError, TypeError), match="augmentations"):
+            private(augmentations=wrong)
+    model = Classifier(nn.Linear(6, 3))
+    with pytest.raises(ValueError, match="without unit"):
+        audit(model, DataLoader(data(), 2), private(unit=unit).config, trainer={}, num_canaries=10)
+
+
+class Two(L.LightningModule):
+    """Two optimizers."""
+
+    automatic_optimization = False
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 3), nn.Linear(2, 2)
+
+    def training_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.a, self.b)]
+
+
+def test_several_optimizers_are_refused(make_trainer):
+    privacy = private(augmentations=2, private_optimizer=0)
+    with pytest.raises(MisconfigurationException, match="unit and augmentations put several rows"):
+        make_trainer(callbacks=[privacy], max_steps=1).fit(Two(), DataLoader(data(), 2))
