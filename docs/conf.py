@@ -45,7 +45,7 @@ nitpick_ignore_regex = [
     ("py:class", r"lightning_dp\.report\.content\.\w+"),  # types of its arguments
     (
         "py:class",
-        r"lightning_dp\.isolation\.outcome\.Outcome",
+        r"lightning_dp\.isolation\.check\.Outcome",
     ),  # of check_isolation, which describes it
     ("py:class", r"lightning_dp\.strategies\..*"),  # what the callbacks are made of
 ]

@@ -171,8 +171,8 @@ def refuse_unknown(of: str, was: Mapping[str, Data], known: Set[str]) -> None:
     """
     if unknown := sorted(set(was) - known):
         raise RefusedSetting(
-            f"The checkpoint has {unknown[0]}={_text(was[unknown[0]])} in {of}, which this version "
-            "does not know. Resume it with the version of lightning_dp, and of your own classes, "
+            f"The checkpoint has {unknown[0]}={_text(was[unknown[0]])} in {of}, a field that "
+            "this version lacks. Resume it with the version of lightning_dp, and of your own classes, "
             "that wrote it.",
             topic="other-version",
         )

@@ -69,8 +69,8 @@ def local_folder(
         text.encode()
     except UnicodeEncodeError:
         raise RefusedSetting(
-            f"{argument_name}={text!r} is not text in UTF-8, so files could not tell where they "
-            "are. Give a folder with another name.",
+            f"{argument_name}={text!r} must be valid UTF-8, so that files can name it. Give a folder "
+            "with another name.",
             topic="journal-folder",
         ) from None
     try:

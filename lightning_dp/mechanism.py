@@ -346,7 +346,7 @@ class Mechanism:
                 self._ask_again(step, params)
                 if answer_again is None:
                     raise RefusedRun(
-                        f"Nobody answers the further queries of {self.plan.estimator}.",
+                        f"tell() needs answer_again= for the further queries of {self.plan.estimator}.",
                         topic="out-of-order",
                     )
                 answer_again()

@@ -303,8 +303,7 @@ class _State:
             if known.get(name) != json.loads(json.dumps(value)):
                 raise RefusedSetting(
                     f"{name}={value!r}, and the search in {self._path.parent} was begun with "
-                    f"{known.get(name)!r}. Its trials were promised that: give the same, or "
-                    "another folder.",
+                    f"{known.get(name)!r}. Give the same as the trials before, or another folder.",
                     topic="trials",
                 )
 

@@ -108,7 +108,7 @@ def test_an_unknown_field_of_a_checkpoint_is_refused_by_its_name(of, of_what, wi
     path = of.one("run.ckpt")
     edit_record(path, lambda record: functools.reduce(getitem, within, record).update(more=1))
 
-    with pytest.raises(ValueError, match=f"more=1 in {of_what}, which this version does not know"):
+    with pytest.raises(ValueError, match=f"more=1 in {of_what}, a field that this version lacks"):
         of.by.fit(of.folder, of.by.STEPS + 1, path)
 
 

@@ -430,8 +430,8 @@ class AbstractExternal(AbstractEvent):
     def pair(self) -> tuple[float, float]:
         """Raises ValueError, since no single Gaussian costs the same."""
         raise ValueError(
-            f"{self} is no Gaussian release, so this guard or accountant cannot count it: use "
-            "PLDAccountant() or StreamingRDPAccountant()."
+            f"{self} must be a Gaussian release for this guard or accountant. Use PLDAccountant() or "
+            "StreamingRDPAccountant()."
         )
 
 
@@ -539,8 +539,7 @@ def _words(name: str, value: object, *, of: str | None = None) -> str:
     is_line = isinstance(value, str) and 0 < len(value.strip()) <= _LONGEST
     if not (is_line and isinstance(value, str) and value.isprintable()):
         raise ValueError(
-            f"{name}={value!r} must be one line of 1 to {_LONGEST} letters that says which release "
-            "it is."
+            f"{name}={value!r} must be one line of 1 to {_LONGEST} characters that names the release."
         )
     return value.strip()
 
@@ -549,9 +548,8 @@ def _checked(event: ApproximateDP | ZCDP, relation: Relation) -> Relation:
     """Return the relation that ε is asked for, or refuse a guarantee that does not speak of it."""
     if event.relation == "replace_one" and relation != "replace_one":
         raise ValueError(
-            f"{event} is a guarantee for the exchange of a record, and says nothing about adding or "
-            "removing one (it may have told everybody the number of records). State it under "
-            "add_remove, or ask for ε under relation='replace_one'."
+            f"{event} holds for replacing a record only, since it may release the number of records. "
+            "State a guarantee under add_remove, or compute ε under relation='replace_one'."
         )
     if event.relation == "zero_out" and relation == "add_remove":
         raise ValueError(

@@ -557,8 +557,8 @@ class Journal:
     def _append(self, lines: Sequence[bytes], *, wait: bool = True) -> None:
         if os.getpid() != self._process:
             raise JournalError(
-                f"The privacy journal {self.path} is that of the process from which this one was forked. "
-                "Let the child leave training to its parent.",
+                f"The privacy journal {self.path} belongs to the process from which this one was forked. "
+                "Train in the parent process only.",
                 topic="batches-and-steps",
             )
         if self._is_torn:
@@ -597,7 +597,7 @@ class Journal:
         if not os.path.samestat(here, there):
             raise self._touched("was replaced")
         if here.st_size != self._size:
-            raise self._touched("was cut or written to by somebody else")
+            raise self._touched("was cut or written to by another process")
 
     def _touched(self, how: str) -> JournalError:
         return JournalError(
@@ -702,7 +702,7 @@ def check_name(argument_name: str, name: str, meaning: str) -> None:
     if not is_name or name.encode("utf-8", "replace").decode() != name:
         raise ValueError(
             f"{argument_name}={str(name)[:50]!r} must be {meaning}: text of 1 to {_LONGEST_NAME} "
-            "letters."
+            "characters."
         )
 
 
@@ -840,7 +840,7 @@ def check_nothing_is_missing(
         if here < (progress.charged or 0):
             raise JournalError(
                 f"The journal {journal_path} has {here} charges of run {progress.run!r}, and {path} "
-                f"knows of {progress.charged}: the journal was lost, cut, or replaced by an old copy. "
+                f"records {progress.charged}: the journal was lost, cut, or replaced by an old copy. "
                 "Put the right journal back: without it, what was spent would be forgotten. If it is "
                 "lost for good, move both files away, and add what they had spent to whatever is "
                 "spent on this data from now on.",

@@ -337,7 +337,7 @@ def _check_complete(path: Path, ledger_id: str, runs: Charges) -> None:
     for run in runs:
         if runs.knows_more(run, written):
             raise JournalError(
-                f"The privacy journal {path} knows less than the checkpoint: it was cut or replaced "
+                f"The privacy journal {path} lacks charges of the checkpoint: it was cut or replaced "
                 "by an older copy. Put the right file back, or move it away and use "
                 "lightning_dp.accounting.recover_journal().",
                 topic="journal-behind",
@@ -612,18 +612,18 @@ def _costliest(
     bounds = record.get("costliest")
     if bounds is None:
         raise RefusedSetting(
-            "The checkpoint does not tell what a lost step costs at most (noise chosen at run time, "
-            f"nothing trained yet, or an older version): give costliest=, an event that none of the "
-            f"unrecorded_steps={lost} cost more than, such as costliest=PoissonGaussian(z, q).",
+            "The checkpoint does not bound the cost of a lost step (noise chosen at run time, nothing "
+            f"trained yet, or an older version). Give costliest=, an event that costs at least as much "
+            f"as each of the unrecorded_steps={lost}, such as costliest=PoissonGaussian(z, q).",
             topic="journal-missing",
         )
     steps = sum(count for _, count in known) + lost
     stride, until = bounds["stride"], bounds["until"]
     if until is not None and steps > until:
         raise RefusedSetting(
-            f"unrecorded_steps={lost} after {steps - lost} is more than the plan's {until} steps of "
-            "which the checkpoint tells what they cost. Give a smaller bound, or costliest=, an event "
-            "that none of them cost more than.",
+            f"unrecorded_steps={lost} after {steps - lost} is more than the {until} steps whose cost "
+            "the checkpoint bounds. Give a smaller number, or costliest=, an event that costs at least "
+            "as much as each of them.",
             topic="journal-missing",
         )
     # Each position that a run went over was charged, or is a silent one before one that was.

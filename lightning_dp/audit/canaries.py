@@ -149,7 +149,9 @@ def _check(privacy: PrivacyConfig, num_canaries: int, confidence: float) -> None
     if not whole("num_canaries", num_canaries, 0) >= 10:
         raise ValueError(f"num_canaries={num_canaries} must be at least 10.")
     if privacy.noise_multiplier == 0:
-        raise ValueError("noise_multiplier=0 claims nothing, so there is nothing to audit.")
+        raise ValueError(
+            "noise_multiplier=0: without noise there is no ε to audit. Give a positive one."
+        )
     if privacy.noise.bands > 1 or isinstance(privacy.sampling, AbstractBlockSampling):
         raise RefusedSetting(
             f"noise={privacy.noise} with sampling={privacy.sampling}: the audit takes the steps of a run "
@@ -173,7 +175,9 @@ def _check(privacy: PrivacyConfig, num_canaries: int, confidence: float) -> None
         )
     estimator = privacy.resolved_estimator()
     if estimator.traits.queries_per_step > 1 or estimator.traits.uses_hessian:
-        raise ValueError(f"{estimator} asks several queries per step, which are not audited.")
+        raise ValueError(
+            f"{estimator} asks several queries per step; an audit needs one. Use MeanGradient()."
+        )
 
 
 class _Audited(DifferentialPrivacyStrategy):

@@ -135,8 +135,8 @@ class CubicNewton(AbstractEstimator):
     def check(self, optimizer: Optimizer) -> None:
         if type(optimizer) is not SGD:
             raise RefusedSetting(
-                f"CubicNewton gives a whole step, and {type(optimizer).__name__} would make another "
-                "of it: use torch.optim.SGD(params, lr=1.0); lr is the paper's step scale α.",
+                f"CubicNewton computes the whole step, and {type(optimizer).__name__} would change it. "
+                "Use torch.optim.SGD(params, lr=1.0); lr is the paper's step scale α.",
                 topic="optimizer",
             )
         for group in optimizer.param_groups:

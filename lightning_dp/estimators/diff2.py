@@ -86,9 +86,9 @@ class Diff2(AbstractEstimator):
         if self.split == "optimal":
             if self.step_length is None or not 0 < self.step_length < math.inf:
                 raise ValueError(
-                    f"split='optimal' depends on how long the optimizer's steps are, and "
-                    f"step_length={self.step_length}: give an expected length greater than 0 that "
-                    "was not learnt from the data (about learning rate times max_grad_norm / 10)."
+                    f"step_length={self.step_length} must be finite and greater than 0 with "
+                    "split='optimal'. Give the expected norm of the optimizer's steps, from public "
+                    "numbers (about learning rate times max_grad_norm / 10)."
                 )
             return
         if self.step_length is not None:
@@ -185,8 +185,8 @@ class Diff2(AbstractEstimator):
         if before is None or not added > before:
             return False
         warn(
-            f"Diff2: the noise of {self.restart_every} differences is {added / before:.2g} times as "
-            "long as the estimate it is added to, and feeds back into the next ones: training may "
+            f"Diff2: the noise of {self.restart_every} differences has {added / before:.2g} times the "
+            "norm of the estimate it is added to, and feeds back into the next ones: training may "
             "diverge. Lower restart_every, diff_norm or the learning rate, or see "
             "Diff2.recommend().",
             topic="diverged",

@@ -71,8 +71,8 @@ class Driver:
         """
         if self.part and not self.part < (queries := self.estimator.traits.queries_per_step):
             raise RefusedRun(
-                f"{self.estimator} made no estimate of {self.part} queries at step {self.step}, and "
-                f"says queries_per_step={queries}.",
+                f"{self.estimator} made no estimate after {self.part} queries at step {self.step}, but "
+                f"declares queries_per_step={queries}.",
                 topic="out-of-order",
             )
         query = agree(self.estimator.ask(self.state, params, self.step, noise_multiplier))

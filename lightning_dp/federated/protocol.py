@@ -172,13 +172,13 @@ def norm_bound(
 
         C min(b + 10 √b + (2/3) L, N) + z C (√k + √(2 L)).
 
-    - |B| is a sum of independent indicators of variance σ² ≤ b. By Bernstein's inequality
-      P(|B| ≥ b + t) ≤ exp(-t² / (2 (σ² + t/3))), which is ≤ e^-L for t = 10 √b + (2/3) L, since
-      t² - (2/3) L t = 10 √b t ≥ 100 b ≥ 2 L b as long as L ≤ 50.
+    - The size of B is a sum of independent indicators of variance σ² ≤ b. By Bernstein's inequality
+      it is at least b + t with probability ≤ exp(-t² / (2 (σ² + t/3))), which is ≤ e^-L for
+      t = 10 √b + (2/3) L, since t² - (2/3) L t = 10 √b t ≥ 100 b ≥ 2 L b as long as L ≤ 50.
     - The squared norm of the noise over (z C)² is chi-square with k degrees of freedom. The norm is
       a 1-Lipschitz function of a Gaussian, with mean at most √k: P(χ_k ≥ √k + √(2 L)) ≤ e^-L.
 
-    One part in 1000 is added for rounding. Who judges by this bound looks at noised values only.
+    One part in 1000 is added for rounding. A check by this bound uses noised values only.
 
     Args:
         clip_norm, noise_multiplier, batch_size, size: C, z, b and k.

@@ -399,7 +399,7 @@ def refuse_without_records(name: str, layer: nn.Module, given: Any) -> None:
     if isinstance(given, Tensor) and given.dim() < (least := _dimensions(layer)):
         raise UnsupportedModelError(
             f"{name or 'The module'} ({type(layer).__name__}) was called with a tensor of "
-            f"{given.dim()} dimensions, where {least} are needed: the first one is of the records. "
+            f"{given.dim()} dimensions, where {least} are needed, the first for the records. "
             "Call it once with all records of the batch, without a loop over them; for one record, "
             f"with x.unsqueeze(0). {ALONE}",
             topic="rows-and-records",

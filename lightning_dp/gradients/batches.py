@@ -333,8 +333,8 @@ class RowOwners:
         """
         if len(rows) != len(self.owners):
             raise UnsupportedModelError(
-                "was called with another number of rows than its records are known to have. Keep the "
-                "rows of every record together: leave none out by what is in them.",
+                "was called with another number of rows than its records have. Keep all rows of every "
+                "record: choose none by its values.",
                 topic="rows-and-records",
             )
         most, order, places = self._moves
@@ -398,8 +398,8 @@ def rows_of_records(owners: Tensor, records: int) -> Iterator[None]:
         if isinstance(owners, Tensor):  # its size may be that of a private batch
             seen = f"a tensor of {owners.dim()} dimensions and {owners.dtype}"
         raise ValueError(
-            f"{where}: owners is {seen}, where a tensor of shape (N,) with the whole number of each "
-            "row's record is needed (batch.batch of a batch of graphs)."
+            f"{where}: owners is {seen}. Give an integer tensor of shape (N,), the record of each row "
+            "(batch.batch of a batch of graphs)."
         )
     count = whole_from_0("records", records, of=where)
     token = _in_force.set(RowOwners(count, owners.detach().clone()))

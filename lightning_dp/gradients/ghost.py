@@ -167,7 +167,7 @@ class _Passes:
         """Go back once; without ``keep`` the graph is free where the pass has been."""
         if self._graph is None:
             raise RefusedRun(
-                "The gradients were summed already; their graph is free.", topic="out-of-order"
+                "weighted_sum() may be called once; it frees the graph.", topic="out-of-order"
             )
         loss, calls = self._graph
         if not keep:

@@ -210,7 +210,7 @@ class ParameterGradients:
         uses = _joined(self._quickest)
         if not uses:
             raise RefusedRun(
-                "The gradients were summed already; their memory is used again.",
+                "weighted_sum() may be called once; its buffers are reused.",
                 topic="out-of-order",
             )
         if records is not None:

@@ -294,7 +294,7 @@ class RecordPasses:
         """Run one pass over some records; None if there is nothing to go back from."""
         if chunk.forward is None:
             raise RefusedRun(
-                "A chunk that cannot be run again was asked for more.", topic="out-of-order"
+                "A further query needs a chunk that can run again.", topic="out-of-order"
             )
         run = chunk.forward, chunk.batch, chunk.rows
         quietly = self._quietly(self.watched.engine)

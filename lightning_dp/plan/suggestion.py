@@ -99,8 +99,8 @@ def suggest(
     seconds = optional(positive)("seconds", seconds)
     if seconds is not None and speed is None:
         raise ValueError(
-            f"seconds={seconds:g} needs records_per_second, the speed of your machine: time a private "
-            "training on records that you make up, and give its gradients of records per second."
+            f"seconds={seconds:g} needs records_per_second, the per-sample gradients of your machine "
+            "per second. Time a private training on synthetic records."
         )
     least_steps = whole("least_steps", least_steps)
     gradients = math.inf if seconds is None else seconds * speed

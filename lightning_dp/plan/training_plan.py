@@ -318,7 +318,8 @@ def learning_rate(
     step = plan.noise_batch_ratio * above_0("max_grad_norm", max_grad_norm)
     if not 0 < step < math.inf:
         raise ValueError(
-            f"noise_multiplier={plan.noise_multiplier} makes no noise that could set a learning rate."
+            f"noise_multiplier={plan.noise_multiplier} and max_grad_norm={max_grad_norm} must give noise "
+            "above 0 and finite: the learning rate follows from it."
         )
     free: float = 1 - between("[0, 1)")("momentum", momentum)
     return free * size / (step * math.sqrt(plan.steps))

@@ -168,8 +168,8 @@ def _joined(metric: Metric, name: str, reduction: Any, parts: list[Any]) -> Any:
         return torch.cat([part.reshape(1) if part.dim() == 0 else part for part in parts])
     if reduction not in _JOINED:
         raise MisconfigurationError(
-            f"The state {name!r} of {type(metric).__name__} is no sum, maximum, minimum or list, so what "
-            "records count alone cannot be put together (engine='one_by_one'). Update this metric in "
+            f"The state {name!r} of {type(metric).__name__} must be a sum, maximum, minimum or list to "
+            "combine records that run alone (engine='one_by_one'). Update this metric in "
             "on_train_batch_end.",
             topic="one-by-one",
         )

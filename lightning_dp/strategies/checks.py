@@ -167,8 +167,8 @@ def check_estimator(
         )
     if optimizers.public and engine not in ("auto", "layers", "bookkeeping", "one_by_one"):
         raise MisconfigurationError(
-            f"engine={engine!r} does not know that generated rows belong to records, nor which loss is "
-            "public, as several optimizers need it. Use engine='layers'.",
+            f"engine={engine!r} does not support several optimizers: generated rows belong to records, "
+            "and some losses are public. Use engine='layers'.",
             topic="several-optimizers",
         )
     if optimizers.public and config.has_several_rows:
@@ -344,8 +344,8 @@ def _place(
     if isinstance(named, int):
         if not 0 <= named < len(optimizers):
             raise MisconfigurationError(
-                f"private_optimizer={named} is no place among the {len(optimizers)} of "
-                f"configure_optimizers: use 0 to {len(optimizers) - 1}.",
+                f"private_optimizer={named}: configure_optimizers returned {len(optimizers)} optimizers. "
+                f"Use 0 to {len(optimizers) - 1}.",
                 topic="several-optimizers",
             )
         return named
@@ -353,7 +353,7 @@ def _place(
         part = module.get_submodule(named)
     except AttributeError:
         raise MisconfigurationError(
-            f"private_optimizer={named!r} is no module of {type(module).__name__}. It has "
+            f"private_optimizer={named!r} must name a module of {type(module).__name__}. It has "
             f"{[name for name, _ in module.named_children()]}.",
             topic="several-optimizers",
         ) from None
@@ -363,7 +363,7 @@ def _place(
     if len(places) != 1 or not wanted <= moved:
         raise MisconfigurationError(
             f"private_optimizer={named!r} must be a module all of whose trainable parameters are in "
-            f"one optimizer; {len(places)} hold some of them. Give the optimizer's place in "
+            f"one optimizer; {len(places)} hold some of them. Give the optimizer's index in "
             f"configure_optimizers: private_optimizer={places[0] if places else 0}.",
             topic="several-optimizers",
         )

@@ -197,12 +197,12 @@ def _check_asker() -> None:
         return
     while caller is not None and caller.f_code.co_name in _NAMELESS:
         caller = caller.f_back
-    where = "Somebody" if caller is None else f"{name}.{caller.f_code.co_name}"
+    where = "The program" if caller is None else f"{name}.{caller.f_code.co_name}"
     raise MisconfigurationError(
-        f"{where} asks the Trainer's training loader for a batch. It serves the training steps of "
-        "fit alone: there each batch is charged before it is used, and whatever else is computed "
-        "of its records (a centre, statistics, a prediction) would carry no noise and not be in "
-        "epsilon. Use public data for it, in a DataLoader of your own.",
+        f"{where} reads a batch from the Trainer's training loader, which only the training steps "
+        "of fit may use: they charge each batch before its use. Anything else computed from its "
+        "records (a centre, statistics, a prediction) would carry no noise and not be in epsilon. "
+        "Use public data for it, in a DataLoader of your own.",
         topic="loader-elsewhere",
     )
 

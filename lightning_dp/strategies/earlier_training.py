@@ -136,8 +136,8 @@ class EarlierTraining:
             f"({', '.join(sorted(names))}), and neither counts the other. {spent} To "
             "count all in one place, give the same DifferentialPrivacy object to each fit, or go on "
             "with fit(ckpt_path=...); for a search see lightning_dp.search.Search and "
-            "lightning_dp.accounting.sweep_history. (Of other records, or made again since, "
-            "it is as private as it says.)",
+            "lightning_dp.accounting.sweep_history. (If it saw other records, or was "
+            "initialised again since, each claim holds as it is.)",
             topic="earlier-training",
         )
         _process.said.update((run.ledger.id, name) for name in names)

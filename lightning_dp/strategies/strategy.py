@@ -488,8 +488,8 @@ class DifferentialPrivacyStrategy(Strategy):
         fit, module = self._now, self._module
         if args or kwargs.keys() - {"retain_graph"} or is_overridden("backward", module):
             raise MisconfigurationError(
-                "With several optimizers, a loss goes back as self.manual_backward(loss): without "
-                "arguments but retain_graph, and without a backward() of the LightningModule's own.",
+                "With several optimizers, call self.manual_backward(loss), with no argument except "
+                "retain_graph, and leave backward() of the LightningModule as it is.",
                 topic="several-optimizers",
             )
         if not is_differentiable(loss):

@@ -482,7 +482,7 @@ def test_a_second_process_that_enters_without_the_lock_file_is_noticed(tmp_path,
     Path(f"{path}.lock").unlink()
     second = Journal(path, ledger.id)
     second.append("intruder", 0, B)
-    with pytest.raises(JournalError, match="written to by somebody else"):
+    with pytest.raises(JournalError, match="written to by another process"):
         ledger.charge(A)
     second.close()
     ledger.end()

@@ -256,7 +256,7 @@ def test_a_journal_that_is_cut_or_damaged_does_not_restore(tmp_path, books):
     content = path.read_bytes()
     for kept in (1, 2, 3):
         path.write_bytes(b"".join(content.splitlines(keepends=True)[:kept]))
-        with pytest.raises(JournalError, match="knows less than the checkpoint"):
+        with pytest.raises(JournalError, match="lacks charges of the checkpoint"):
             books.restored(ledger.state_dict(), tmp_path)
     path.write_bytes(content.replace(b"1.0", b"9.0"))
     with pytest.raises(JournalError, match="line 2 fails its checksum"):

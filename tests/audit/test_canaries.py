@@ -273,7 +273,7 @@ def test_arguments_out_of_range_are_refused(arguments, match, model_class, blobs
 @pytest.mark.parametrize(
     ("privacy", "match"),
     [
-        ({"noise_multiplier": 0.0}, "nothing to audit"),
+        ({"noise_multiplier": 0.0}, "no ε to audit"),
         (
             {"noise_multiplier": 1.0, "estimator": CubicNewton(1.0, 1.0, inner_steps=2)},
             "several queries",

@@ -340,7 +340,7 @@ def test_another_plan_under_the_same_name_is_refused(tmp_path):
     ("make", "match"),
     [
         (lambda path: of(path, ""), "dataset_id=''"),
-        (lambda path: of(path, "a" * 1001), "dataset_id='aaa.*1 to 1000 letters"),
+        (lambda path: of(path, "a" * 1001), "dataset_id='aaa.*1 to 1000 characters"),
         (lambda path: of(path, 7), "dataset_id='7'"),
         (lambda path: of("s3://bucket", "a"), "directory='s3"),
         (lambda path: spending(""), "run=''"),

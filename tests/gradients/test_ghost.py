@@ -126,7 +126,7 @@ def test_sums_are_asked_for_once_and_entries_before(oracle, mlp):
 
     torch.testing.assert_close(total, rows.sum(0), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(twice, 2 * total, rtol=1e-6, atol=1e-7)
-    with pytest.raises(RuntimeError, match="summed already"):
+    with pytest.raises(RuntimeError, match="may be called once"):
         found.weighted_sum(torch.ones(len(batch)))
 
 

@@ -575,7 +575,7 @@ def test_a_step_that_asked_nothing_and_was_not_charged_asks_nothing_later():
 def test_further_queries_need_somebody_who_answers():
     machine = mechanism_of(Round((2.0, 2.0)), 1.0)
     machine.ask(THREE)
-    with pytest.raises(RuntimeError, match="Nobody answers"):
+    with pytest.raises(RuntimeError, match="needs answer_again="):
         machine.tell(THREE)
 
 

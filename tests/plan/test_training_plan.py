@@ -125,7 +125,7 @@ PLAN = plan_training(1000, 100, epochs=1, **BUDGET)
         (lambda: learning_rate(PLAN, 0), "size=0"),
         (lambda: learning_rate(PLAN, 0.1, optimizer="adamw"), "optimizer='adamw'"),
         (lambda: learning_rate(PLAN, 0.1, optimizer="sgd", momentum=1.0), "momentum=1.0"),
-        (lambda: learning_rate(PLAN, 0.1, optimizer="sgd", max_grad_norm=math.inf), "no noise"),
+        (lambda: learning_rate(PLAN, 0.1, optimizer="sgd", max_grad_norm=math.inf), "norm=inf"),
         (lambda: weight_size([(3,), (5,)]), "shapes holds no weight matrix"),
         (lambda: suggest(1000, 3.0, target_delta=NAN), "target_delta=nan"),
         (lambda: suggest(1000, 3.0, seconds=60), "seconds=60 needs records_per_second"),

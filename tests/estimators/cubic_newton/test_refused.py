@@ -62,7 +62,7 @@ def optimizer_of(kind: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (optimizer_of(torch.optim.Adam), "Adam would make another"),
+        (optimizer_of(torch.optim.Adam), "Adam would change it"),
         (optimizer_of(torch.optim.SGD, lr=1.0, momentum=0.9), r"SGD\(momentum=0.9\)"),
         (optimizer_of(torch.optim.SGD, lr=1.0, momentum=0.9, nesterov=True), "momentum"),
         (optimizer_of(torch.optim.SGD, lr=1.0, weight_decay=0.1), r"CubicNewton\(weight_decay"),
@@ -90,7 +90,7 @@ def test_a_subclass_of_sgd_may_do_anything_and_is_refused(fit, tmp_path):
     class Own(torch.optim.SGD):
         pass
 
-    with pytest.raises(ValueError, match="Own would make another"):
+    with pytest.raises(ValueError, match="Own would change it"):
         fit(CubicNewton(1.0, 1.0, 3), noise_multiplier=1.0, optimizer=optimizer_of(Own, lr=1.0))
     nothing_was_charged(fit, tmp_path)
 

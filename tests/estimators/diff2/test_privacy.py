@@ -284,7 +284,7 @@ def test_feedback_is_warned_of_once_above_one(factor, recwarn):
         _, state = diff2.tell(state, params, step, Release(torch.zeros(2), noise_std))
     messages = [str(warning.message) for warning in recwarn.list]
     assert len(messages) == (1 if factor > 1 else 0)
-    assert all("is 1.1 times as long as the estimate" in message for message in messages)
+    assert all("has 1.1 times the norm of the estimate" in message for message in messages)
 
 
 def test_what_is_recommended_does_not_feed_back():
@@ -335,8 +335,8 @@ def test_diverged_parameters_are_refused_before_the_charge(estimator, value):
         ({"split": 1.0}, r"split=1\.0 must be 'paper', 'optimal', or a finite number above 1"),
         ({"split": math.nan}, "split=nan must be"),
         ({"split": "best"}, "split='best' must be"),
-        ({"split": "optimal"}, "step_length=None: give an expected length"),
-        ({"split": "optimal", "step_length": -1.0}, r"step_length=-1\.0: give"),
+        ({"split": "optimal"}, "step_length=None must be finite and greater than 0"),
+        ({"split": "optimal", "step_length": -1.0}, r"step_length=-1\.0 must be finite"),
         ({"step_length": 1.0}, "is used by split='optimal' only"),
     ],
 )

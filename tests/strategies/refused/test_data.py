@@ -243,7 +243,7 @@ def test_a_hook_that_asks_the_training_loader_is_refused_before_a_record_is_read
 
     assert_refused(
         lambda: trainer.fit(model, DataLoader(data, 24)),
-        "test_data.*asks the Trainer's training loader.*Use public data",
+        "test_data.*from the Trainer's training loader.*Use public data",
         model,
     )
     assert asks.read == len(data.asked) == 0
@@ -254,7 +254,7 @@ def test_no_hook_of_a_fit_gets_a_batch(hook, data, classifier, mlp, make_trainer
     asks = Asks(hook, ASKERS["next"], data)
     trainer = make_trainer(max_epochs=1, callbacks=[unprobed, asks], num_sanity_val_steps=0)
 
-    with pytest.raises(Exception, match="asks the Trainer's training loader"):
+    with pytest.raises(Exception, match="from the Trainer's training loader"):
         trainer.fit(classifier(mlp()), DataLoader(data, 24), DataLoader(data, 240))
 
     assert asks.read == 0
@@ -267,7 +267,7 @@ def test_workers_do_not_read_ahead_for_whoever_is_refused(
     asks = Asks("on_train_start", ASKERS["next"], data)
     trainer = make_trainer(max_epochs=1, callbacks=[unprobed, asks])
 
-    with pytest.raises(Exception, match="asks the Trainer's training loader"):
+    with pytest.raises(Exception, match="from the Trainer's training loader"):
         trainer.fit(classifier(mlp()), loader)
 
     assert trainer.train_dataloader._iterator is None
@@ -298,7 +298,7 @@ def test_a_centre_of_the_training_set_is_refused(
     model, trainer = Centred(mlp()), make_trainer(max_epochs=1, callbacks=[privacy])
 
     assert_refused(
-        lambda: trainer.fit(model, loader), r"on_train_start asks .*\(a centre, statistics", model
+        lambda: trainer.fit(model, loader), r"on_train_start reads .*\(a centre, statistics", model
     )
 
 
@@ -314,7 +314,7 @@ def test_the_loader_is_refused_after_the_fit_too(data, classifier, mlp, make_tra
         lambda: trainer.predict(model, private),
     ):
         # Lightning itself cannot give it to predict
-        with pytest.raises(Exception, match=r"asks the Trainer|PrivateDataLoader"):
+        with pytest.raises(Exception, match=r"from the Trainer|PrivateDataLoader"):
             use()
     assert data.asked == []
 

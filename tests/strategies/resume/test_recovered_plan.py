@@ -187,7 +187,7 @@ def test_it_covers_a_fit_of_more_epochs_and_refuses_what_it_does_not_know(tmp_pa
     run.stop()
     truth = lose(steps.make(steps.begin(state, planned=2 * PLANNED), 90))
     with pytest.raises(
-        ValueError, match=r"unrecorded_steps=200 after 12 is more than the plan's 120 steps"
+        ValueError, match=r"unrecorded_steps=200 after 12 is more than the 120 steps"
     ):
         recover_journal(tmp_path / "a.ckpt", tmp_path / "new", 200)
     recovered = sweep_history(recover_journal(tmp_path / "a.ckpt", tmp_path / "new", 90))
@@ -234,7 +234,7 @@ def test_noise_chosen_at_run_time_needs_a_bound_from_its_user(tmp_path):
     run = steps.make(steps.begin(), SAVED)
     steps.save(run, tmp_path / "a.ckpt")
     lose(run)
-    with pytest.raises(ValueError, match=r"give costliest=.*unrecorded_steps=9"):
+    with pytest.raises(ValueError, match=r"Give costliest=.*unrecorded_steps=9"):
         recover_journal(tmp_path / "a.ckpt", tmp_path / "new", 9)
     assert not (tmp_path / "new").exists()
     with pytest.raises(ValueError, match=r"costliest=1.5 must be an event"):

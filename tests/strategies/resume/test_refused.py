@@ -131,8 +131,8 @@ def empty(path: Path) -> None:
 
 
 DAMAGE: list[tuple[Callable[[Path], None], str]] = [
-    (cut_line, r"knows less than the checkpoint.*recover_journal"),
-    (keep_the_header, r"knows less than the checkpoint.*recover_journal"),
+    (cut_line, r"lacks charges of the checkpoint.*recover_journal"),
+    (keep_the_header, r"lacks charges of the checkpoint.*recover_journal"),
     (cut_byte_in_the_middle, "is damaged"),
     (change_a_digit, "is damaged: line 3 fails its checksum"),
     (drop_a_line, "is damaged before line 5"),
