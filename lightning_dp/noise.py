@@ -8,7 +8,7 @@ makes
 C lower triangular with 1, c_1, c_2, ... down each column, ‖c‖ the length of a column, and step t adds
 z · clip norm · y_t to its sum x_t of clipped gradients. C is known, so x + z·clip·y tells as much as
 C x + z·clip·‖c‖ n: Gaussian noise on C x. Let a record take part in steps t_1 < t_2 < ... of the block.
-Without it row t of C x moves by at most a_t = Σ_j |C_(t, t_j)| clip norms, whatever was released before
+Without it row t of C x moves by at most a_t = Σ_j abs(C_(t, t_j)) clip norms, whatever was released before
 (its vector in each step has at most that length; rows of C add them up). So step t, given all before it,
 is a Gaussian release with sensitivity a_t, and the block is μ-GDP with
 
@@ -87,7 +87,7 @@ class AbstractNoise(ABC):
     def cost(self, use: int, separation: int) -> float:
         r"""Return what one more use of a record adds to (μ z)², if all of them are so many steps apart.
 
-        With g = Σ_j |C| e_{j·separation}, the sum of the columns of uses 0, 1, ..., this is the sum of
+        With g = Σ_j abs(C) e_{j·separation}, the sum of the columns of uses 0, 1, ..., this is the sum of
         g_t² / ‖c‖² over the steps t of pass ``use`` (``separation`` steps each). The first n of them
         add up to the squared sensitivity of the first n passes, for all ways to take part that are
         at least so far apart.
@@ -197,9 +197,9 @@ class BandedNoise(AbstractNoise):
     r"""y_t = z_t - Σ_(0 < j < b) c_j y_(t-j): C has b bands, so b - 1 vectors are remembered.
 
     A record that takes part at steps at least b apart has columns without a common row, each of length
-    ‖c‖. With :class:`~lightning_dp.sampling.CyclicPoisson` of b or more parts, b steps are therefore one
+    ‖c‖. With :class:`~lightning_dp.CyclicPoisson` of b or more parts, b steps are therefore one
     Gaussian release with multiplier z on one Poisson sample of rate b·q (Choquette-Choo et al. 2023,
-    arXiv:2306.08153, Theorem 4). With :class:`~lightning_dp.sampling.FixedOrder` nothing is amplified,
+    arXiv:2306.08153, Theorem 4). With :class:`~lightning_dp.FixedOrder` nothing is amplified,
     and E passes of at least b steps are √E/z-GDP, as the coefficients fall.
 
     Each process remembers the entries that it noises; together they take b - 1 times the memory of the
@@ -281,10 +281,10 @@ class BandedNoise(AbstractNoise):
 class LambdaCGD(AbstractNoise):
     r"""y_t = z_t - λ z_(t-1): of each draw a part is taken away one step later, so one is remembered.
 
-    C has the coefficients 1, λ, λ², ... For :class:`~lightning_dp.sampling.FixedOrder`: columns are never
+    C has the coefficients 1, λ, λ², ... For :class:`~lightning_dp.FixedOrder`: columns are never
     without a common row, and with passes of s steps the passes 0, 1, ... of a record add
 
-    .. math:: (μ z)^2 \mathrel{+}= \Big(rac{1 - λ^{s (e+1)}}{1 - λ^s}\Big)^2 (1 - λ^{2s}).
+    .. math:: (μ z)^2 \mathrel{+}= \Big(\frac{1 - λ^{s (e+1)}}{1 - λ^s}\Big)^2 (1 - λ^{2s}).
 
     Source: λ-CGD, arXiv:2601.22334.
 

@@ -226,7 +226,7 @@ class PoissonRound(AbstractEvent):
 class CyclicRound(AbstractEvent):
     """Several steps in a row with correlated noise, of which a record takes part in one at most.
 
-    Records are divided into parts that take turns (:class:`~lightning_dp.sampling.CyclicPoisson`), and
+    Records are divided into parts that take turns (:class:`~lightning_dp.CyclicPoisson`), and
     noise is remembered for no more steps than there are parts: all that the steps tell of a record is one
     Gaussian release on one Poisson sample (Choquette-Choo et al. 2023, arXiv:2306.08153, Theorem 4).
     It is charged whole before the first of them.
