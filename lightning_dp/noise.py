@@ -8,9 +8,9 @@ makes
 C lower triangular with 1, c_1, c_2, ... down each column, ‖c‖ the length of a column, and step t adds
 z · clip norm · y_t to its sum x_t of clipped gradients. C is known, so x + z·clip·y tells as much as
 C x + z·clip·‖c‖ n: Gaussian noise on C x. Let a record take part in steps t_1 < t_2 < ... of the block.
-Without it row t of C x moves by at most a_t = Σ_j abs(C_(t, t_j)) clip norms, whatever was released before
-(its vector in each step has at most that length; rows of C add them up). So step t, given all before it,
-is a Gaussian release with sensitivity a_t, and the block is μ-GDP with
+Without it row t of C x moves by at most a_t = Σ_j abs(C_(t, t_j)) clip norms, whatever was released
+before (its vector in each step has at most that norm; rows of C add them up). So step t, given all
+before it, is a Gaussian release with sensitivity a_t, and the block is μ-GDP with
 
 .. math:: μ^2 = \sum_t a_t^2 / (z \|c\|)^2
 
