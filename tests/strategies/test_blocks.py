@@ -38,6 +38,7 @@ from lightning_dp import (
     Poisson,
     PrivacyConfig,
     Storm,
+    UserLevel,
 )
 from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp.accounting import PLDAccountant
@@ -178,6 +179,18 @@ def test_released_noise_is_the_dense_product_of_fresh_noise(fit, ordered, option
     assert np.abs(found.noise.numpy() - dense).max() < 1e-5 * np.abs(dense).max()
     assert float(fresh.noise.std()) == pytest.approx(1 / 24, rel=0.05)
     assert float(found.noise.sum(0).std()) < 0.7 * float(fresh.noise.sum(0).std())
+
+
+def test_secure_noise_remembers_too(fit, ordered):
+    """The matrix takes it apart into independent noise of the planned size."""
+    found = Flat(500)
+    privacy = private(secure_noise=True, **CYCLIC)
+    fit(found, privacy, ordered, max_epochs=2)
+    noise = privacy._run.mechanism.plan.noise
+    c = toeplitz(np.pad(noise.coefficients, (0, 16)), np.zeros(20))
+    fresh = c @ found.noise.numpy() / noise.column_norm
+    assert fresh.std() == pytest.approx(1 / 24, rel=0.03)
+    assert np.abs(np.corrcoef(fresh)[np.triu_indices(20, 1)]).max() < 6 / math.sqrt(5000)
 
 
 # -- the end of a block ----------------------------------------------------------------------------
@@ -326,6 +339,8 @@ def test_nothing_that_is_remembered_is_saved(fit, numbered, classifier, tmp_path
         ({**CYCLIC, "clipping": AdaptiveQuantile()}, r"clipping=AdaptiveQuantile\(.* moves it"),
         ({**FIXED, "clipping": AdaptiveQuantile()}, r"clipping=AdaptiveQuantile\(.* moves it"),
         ({**CYCLIC, "count_clipped": True}, r"count_clipped=True with noise=BandedNoise"),
+        ({**CYCLIC, "augmentations": 2}, r"leave out unit and augmentations"),
+        ({**FIXED, "unit": UserLevel([0, 1], most_rows=2)}, r"leave out unit and augmentations"),
         ({"noise": "banded"}, r"noise='banded' must be an object derived from AbstractNoise"),
     ],
 )
