@@ -24,7 +24,7 @@ def entries() -> Mapping[str, str]:
 
     Example:
         >>> print(entries()["batch-norm"].splitlines()[0])
-        BatchNorm and other layers that look at the whole batch
+        BatchNorm and other layers that normalise over the batch
     """
     _, *parts = _ANCHOR.split(_PAGE.read_text(encoding="utf-8"))
     texts = (re.split(r"^## ", part, flags=re.MULTILINE)[0] for part in parts[1::2])

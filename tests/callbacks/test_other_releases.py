@@ -86,7 +86,7 @@ def test_full_batches_have_another_guard(tmp_path):
         (
             [ZCDP(0.1, relation="replace_one", what="counts")],
             ValueError,
-            "nothing about adding or removing",
+            "holds for replacing a record only",
         ),
     ],
     ids=["twice", "words", "no list", "relation"],

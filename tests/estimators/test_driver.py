@@ -63,7 +63,7 @@ def test_more_queries_than_the_traits_say_are_refused():
         driver.ask(PARAMS, 1.0)
         _, driver = driver.tell(PARAMS, RELEASED)
     with pytest.raises(
-        RuntimeError, match=r"no estimate of 2 queries at step 0.*queries_per_step=2"
+        RuntimeError, match=r"no estimate after 2 queries at step 0.*queries_per_step=2"
     ):
         driver.ask(PARAMS, 1.0)
 
