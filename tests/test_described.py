@@ -157,8 +157,14 @@ def test_an_argument_that_a_later_version_added_had_its_default():
 @pytest.mark.parametrize(
     ("before", "match"),
     [
-        ({"part": {"class": "Mine", "speed": 2}}, r"speed=2 in Mine, a field that this version lacks"),
-        ({"part": described(Mine()), "other": "x"}, r"other='x' in its configuration, a field that this"),
+        (
+            {"part": {"class": "Mine", "speed": 2}},
+            r"speed=2 in Mine, a field that this version lacks",
+        ),
+        (
+            {"part": described(Mine()), "other": "x"},
+            r"other='x' in its configuration, a field that this",
+        ),
     ],
 )
 def test_what_is_not_known_is_refused_by_name(before, match):

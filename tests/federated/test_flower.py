@@ -524,6 +524,7 @@ def test_a_run_without_its_quorum_ends_with_its_model_and_is_gone_on_with(tmp_pa
                 del self._nodes[101], self._nodes[102]
             return super().push_messages(messages)
 
+    caplog.set_level("INFO", logger="lightning_dp.federated")  # whatever other tests have set
     for kind in (Leaving, LoopbackGrid):
         server = server_of(lambda run, x: SGD.server(run, x, quorum), tmp_path)
         kind(client, CLIENTS).start(server)

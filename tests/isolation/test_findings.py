@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import random
 import signal
@@ -375,7 +376,9 @@ class Forks(Base):
                 if child:
                     Path(self.once).write_text(str(child))
                 else:
-                    signal.alarm(60)  # whatever it does, it ends
+                    signal.alarm(30)  # whatever it does, it ends, and says where it was
+                    trace = open(f"{self.once}.trace", "w")  # noqa: SIM115 (until it ends)
+                    faulthandler.dump_traceback_later(20, file=trace)
 
     def training_step(self, batch, batch_idx):
         self.fork("training_step")
@@ -425,10 +428,9 @@ def test_a_child_that_was_forked_releases_nothing(fit, tmp_path, where):
             os._exit(end)  # the child ends here, before pytest learns of it
 
     assert end == TRAINED
-    assert (
-        os.waitstatus_to_exitcode(os.waitpid(int((tmp_path / "child").read_text()), 0)[1])
-        == REFUSED
-    )
+    status = os.waitpid(int((tmp_path / "child").read_text()), 0)[1]
+    trace = (tmp_path / "child.trace").read_text()
+    assert os.waitstatus_to_exitcode(status) == REFUSED, trace
     assert privacy.steps == charged(tmp_path) == 6
 
 
