@@ -337,6 +337,5 @@ def test_declared_guarantees_speak_of_zero_out_where_they_can():
     assert costs("zero_out", "replace_one") == 1.0
     for stated, asked in (("zero_out", "add_remove"), ("replace_one", "zero_out")):
         with pytest.raises(
-            ValueError, match="nothing about one more|replacing a record only|says nothing about"
-        ):
+            ValueError, match=r"replacing a record only|says nothing about":
             costs(stated, asked)
