@@ -150,8 +150,7 @@ def test_an_argument_that_a_fingerprint_does_not_have_had_its_default():
 
 
 def test_an_argument_that_nobody_knows_is_refused_by_name():
-    with pytest.raises(
-        ValueError, match=r"has temperature=3 in its configuration, a field that":
+    with pytest.raises(ValueError, match=r"has temperature=3 in its configuration, a field that"):
         config().check_same({**config().fingerprint(), "temperature": 3})
 
 

@@ -336,6 +336,5 @@ def test_declared_guarantees_speak_of_zero_out_where_they_can():
     assert [costs("add_remove", "zero_out"), costs("zero_out", "zero_out")] == [0.5, 0.5]
     assert costs("zero_out", "replace_one") == 1.0
     for stated, asked in (("zero_out", "add_remove"), ("replace_one", "zero_out")):
-        with pytest.raises(
-            ValueError, match=r"replacing a record only|says nothing about":
+        with pytest.raises(ValueError, match=r"replacing a record only|says nothing about"):
             costs(stated, asked)
