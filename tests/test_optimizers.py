@@ -219,7 +219,7 @@ def test_of_zero_gradients_the_second_moment_is_the_noise_that_is_subtracted(kin
     for gradient, _ in model.seen:
         assert gradient == pytest.approx(1.0, abs=tolerance)
     means = torch.tensor(model.seen).mean(0)
-    assert means.tolist() == pytest.approx([1.0, 1.0], abs=0.02)
+    assert means.tolist() == pytest.approx([1.0, 1.0], abs=0.7 * tolerance)  # steps are alike
 
 
 class OwnPart(AbstractPostProcessor):

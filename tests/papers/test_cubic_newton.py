@@ -266,6 +266,7 @@ def test_a_missing_set_is_left_out_with_a_word(example, tmp_path, capsys):
 # -- the paper's noise, and the tables -------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_papers_noise_is_that_of_theorem_1(example, folder):
     of = example.cubic_newton_data.problem("phishing", str(folder), 4)
     rows = list(example.cubic_newton_paper.paper_rows(of))
