@@ -82,9 +82,7 @@ def test_records_that_cannot_be_read_twice_run_on_their_own(runs_of_step_1):
 
 def test_what_only_the_whole_batch_shows_is_refused(runs_of_step_1):
     with pytest.raises(Exception, match="exchanged for others"):
-        runs_of_step_1(
-            Model(lambda x, loss: loss * (6 * x[:, 0].mean() - 1 if len(x) == N else 1))
-        )
+        runs_of_step_1(Model(lambda x, loss: loss * (6 * x[:, 0].mean() - 1 if len(x) == N else 1)))
 
 
 class Drops(Model):
