@@ -1,4 +1,4 @@
-"""What gains what: every method of the package against DP-SGD, at equal ε and equal tuning effort.
+"""Compare every method of the package with DP-SGD, at equal ε and equal tuning effort.
 
 python examples/papers/all_methods.py --out all.jsonl                      # tune, then the table's runs
 python examples/papers/all_methods.py --out all.jsonl --report results     # the page, from the file
@@ -194,7 +194,7 @@ def data_of(name: str, folder: str) -> Data:
 
 @dataclass(frozen=True)
 class Plan:
-    """How one run trains: everything but the data and the noise.
+    """The training of one run, without its data and noise.
 
     Args:
         estimator, schedule, postprocessing: of the package.
@@ -523,7 +523,7 @@ def work(
 
 
 def lateness(group: Group) -> int:
-    """What takes the time of several other methods comes last: Newton on networks, and federations."""
+    """Return the rank of a group in the agenda: Newton on networks and federations take longest."""
     if METHODS[group.method].plan is None:
         return 2
     return int(group.method == "newton" and group.problem != "a9a")

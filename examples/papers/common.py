@@ -1,4 +1,4 @@
-"""What comparisons of methods share: equal tuning effort, paired noises, resuming, tables.
+"""The common parts of comparisons of methods: equal tuning effort, paired noises, resuming, tables.
 
 A *group* is one method on one problem at one ε. Its work is a list of runs that anybody can write down
 before the first one: the settings of :func:`design`, halved twice by :data:`RUNGS`, then the winner with
@@ -60,7 +60,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run found.
+    """The outcome of a run.
 
     Args:
         validation: cross-entropy and accuracy on records that were not trained on.

@@ -29,7 +29,7 @@ MASK_SEED = 1000
 
 @dataclass(frozen=True)
 class Setting:
-    """What is tuned.
+    """The settings that are tuned.
 
     Args:
         inner: τ; 1 is Fed-SGD.
@@ -163,7 +163,7 @@ class _Multiples(AbstractPerSampleGradients):
 
 @dataclass(frozen=True)
 class Trace:
-    """What a run did.
+    """The course of a run.
 
     Args:
         suboptimality, accuracy: after 0, 1, ..., T rounds.

@@ -100,7 +100,7 @@ def column_squares(matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Point:
-    """What a forward and backward pass at one point leave."""
+    """The results of a forward and backward pass at one point."""
 
     outputs: Tensor
     gradients: NetworkGradients
