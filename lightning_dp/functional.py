@@ -34,6 +34,7 @@ __all__ = [
     "random_k",
     "real",
     "shared_mask",
+    "squares_of_products",
     "unflatten",
     "where_used",
 ]
@@ -293,6 +294,57 @@ def factor_norms(factors: Tensor) -> Tensor:
     rows = as_rows(factors)
     norms = squared_row_norms(rows).sqrt_().add_(_LEAST_FACTOR * math.sqrt(rows.shape[1]))
     return norms.masked_fill_(norms > _LARGEST_FACTOR, math.inf)
+
+
+def squares_of_products(products: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return Σ_k ‖a_k‖² ‖b_k‖² of each record as float64, for pairs (a_k, b_k) and rows alone, (a_k,).
+
+    With :func:`factor_norms` of pairs and :func:`squared_row_norms` of rows alone, of all of them in one
+    go: float32 tensors on the CPU, records first. A tensor that stands in several is looked at once.
+
+    Example:
+        >>> a, b = torch.tensor([[3.0, 4.0]]), torch.tensor([[2.0]])
+        >>> squares_of_products([(a, b), (a,)])
+        tensor([125.], dtype=torch.float64)
+    """
+    each = {_place(tensor): tensor for product in products for tensor in product}
+    numbers = {place: number for number, place in enumerate(each)}
+    norms = [block_norms(as_rows(tensor)) for tensor in each.values()]
+    blocks = [found.shape[1] for found in norms]
+    squares = torch.cat(norms, dim=1).double().square_()
+    if max(blocks) > 1:
+        squares = torch.stack([part.sum(1) for part in squares.split(blocks, dim=1)], dim=1)
+    chosen = tuple([tuple([numbers[_place(tensor)] for tensor in product]) for product in products])
+    lengths = tuple([tensor[:1].numel() for tensor in each.values()])
+    least, floors, first, second, alone = _numbers_of(chosen, lengths)
+    if not ((squares > least) & (squares < math.inf)).all():
+        for number, tensor in enumerate(each.values()):
+            squares[:, number] = squares_of_blocks(norms[number], as_rows(tensor))
+    factors = squares.sqrt().add_(floors)
+    factors.masked_fill_(factors > _LARGEST_FACTOR, math.inf)
+    both = factors.index_select(1, first) * factors.index_select(1, second)
+    return both.square_().sum(1) + squares.index_select(1, alone).sum(1)
+
+
+def _place(tensor: Tensor) -> object:
+    """Return what two views of the same rows have in common."""
+    is_plain = tensor.is_contiguous() and tensor.numel()
+    return (tensor.data_ptr(), tensor.numel()) if is_plain else id(tensor)
+
+
+@functools.lru_cache(maxsize=64)
+def _numbers_of(
+    chosen: tuple[tuple[int, ...], ...], lengths: tuple[int, ...]
+) -> tuple[Tensor, ...]:
+    """Return trusted squares and floors of factors by lengths; places of both factors, of rows alone."""
+    wide = torch.tensor(lengths, dtype=torch.float64)
+    pairs = [each for each in chosen if len(each) > 1]
+    places = [a for a, _ in pairs], [b for _, b in pairs], [i[0] for i in chosen if len(i) == 1]
+    return wide * _TRUSTED**2, wide.sqrt() * _LEAST_FACTOR, *map(_as_places, places)
+
+
+def _as_places(numbers: list[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
 
 
 def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:

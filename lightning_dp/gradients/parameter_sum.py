@@ -16,6 +16,7 @@ from lightning_dp.functional import (
     full_precision,
     parts_of,
     squared_row_norms,
+    squares_of_products,
     where_used,
 )
 from lightning_dp.gradients.base import (
@@ -137,6 +138,17 @@ class ParameterGradients:
     def _size(self, use: Use) -> int:
         """Return the bytes of the gradients of all records."""
         return use.u.shape[0] * self._numel * use.u.element_size()
+
+    def factors(self) -> tuple[Tensor, ...] | None:
+        """Return tensors whose norms multiply to those of the gradients; None if something is known.
+
+        As :func:`~lightning_dp.functional.squares_of_products` takes them: of float32, on the CPU.
+        """
+        self.uses = _joined(self.uses)
+        use = self.uses[0]
+        if len(self.uses) > 1 or self._squares is not None or not _is_plain(use.u):
+            return None
+        return use.form.factors(use.v, use.u) if _is_plain(use.v) else None
 
     def squared_norms(self) -> Tensor:
         """Return the squared L2 norm of each record's gradient, shape (n,), float64."""
@@ -264,6 +276,10 @@ class ParameterGradients:
         return ParameterGradients(uses, self._shape, self._memory, allowance)
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tensor.is_cpu
+
+
 def _tensors(uses: Sequence[Use]) -> list[Tensor]:
     return [each for use in uses for each in (use.v, use.u)]
 
@@ -318,8 +334,15 @@ class BookkeptGradients(AbstractPerSampleGradients):
         if not self._used:
             return torch.zeros(0, dtype=torch.float64)
         with full_precision(self._params[0].device):
-            squares = reduce(torch.add, (each.squared_norms() for each in self._used))
-            norms = squares.sqrt() * abs(self._factor)
+            factors, others = [], []
+            for each in self._used:
+                if (product := each.factors()) is None:
+                    others.append(each.squared_norms())
+                else:
+                    factors.append(product)
+            if factors:
+                others.append(squares_of_products(factors))
+            norms = reduce(torch.add, others).sqrt_().mul_(abs(self._factor))
         return where_used(norms, self._params[0].device)
 
     def norms_by_parameter(self) -> Tensor:
