@@ -307,16 +307,20 @@ def squares_of_products(products: Sequence[Sequence[Tensor]]) -> Tensor:
         >>> squares_of_products([(a, b), (a,)])
         tensor([125.], dtype=torch.float64)
     """
-    each = {_place(tensor): tensor for product in products for tensor in product}
-    numbers = {place: number for number, place in enumerate(each)}
+    each: dict[object, Tensor] = {}  # by place
+    numbers: dict[object, int] = {}
+    chosen = []
+    for product in products:
+        places = [_place(tensor) for tensor in product]
+        each.update(zip(places, product, strict=True))
+        chosen.append(tuple([numbers.setdefault(place, len(numbers)) for place in places]))
     norms = [block_norms(as_rows(tensor)) for tensor in each.values()]
     blocks = [found.shape[1] for found in norms]
     squares = torch.cat(norms, dim=1).double().square_()
     if max(blocks) > 1:
         squares = torch.stack([part.sum(1) for part in squares.split(blocks, dim=1)], dim=1)
-    chosen = tuple([tuple([numbers[_place(tensor)] for tensor in product]) for product in products])
-    lengths = tuple([tensor[:1].numel() for tensor in each.values()])
-    least, floors, first, second, alone = _numbers_of(chosen, lengths)
+    lengths = tuple([tensor.shape[1:].numel() for tensor in each.values()])
+    least, floors, first, second, alone = _numbers_of(tuple(chosen), lengths)
     if not ((squares > least) & (squares < math.inf)).all():
         for number, tensor in enumerate(each.values()):
             squares[:, number] = squares_of_blocks(norms[number], as_rows(tensor))
@@ -384,11 +388,11 @@ def number_of_entries(tensors: Sequence[Tensor]) -> int:
         >>> number_of_entries([torch.zeros(2, 2), torch.zeros(3, dtype=torch.complex64)])
         10
     """
-    return sum([_entries(tensor) for tensor in tensors])
+    return sum(_entries(tensors))
 
 
-def _entries(tensor: Tensor) -> int:
-    return tensor.numel() * (2 if tensor.is_complex() else 1)
+def _entries(tensors: Sequence[Tensor]) -> list[int]:
+    return [each.numel() * (2 if each.is_complex() else 1) for each in tensors]
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -420,7 +424,7 @@ def _as(part: Tensor, like: Tensor) -> Tensor:
 
 def parts_of(vector: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the flat view of ``vector`` that belongs to each tensor."""
-    return torch.split(vector, [_entries(tensor) for tensor in like])
+    return torch.split(vector, _entries(like))
 
 
 def brought_to(state: Any, device: torch.device) -> Any:

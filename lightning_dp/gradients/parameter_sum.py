@@ -219,7 +219,9 @@ class ParameterGradients:
             left_out: true for those that are left out, where they are not to be counted.
             is_new: nothing was written into the vector, whose entries count for nothing.
         """
-        uses = _joined(self._quickest)
+        uses = self.uses if self._kept is None else [self._kept]
+        if len(uses) > 1:
+            uses = _joined(uses)
         if not uses:
             raise RefusedRun(
                 "weighted_sum() may be called once; its buffers are reused.",
@@ -366,8 +368,7 @@ class BookkeptGradients(AbstractPerSampleGradients):
 
     def _sum_up(self, weights: Tensor, onto: Tensor, *, is_new: bool) -> None:
         """Add the sum to a vector; to nothing, if nobody has written into it."""
-        weights = weights * self._factor
-        dtype = torch.promote_types(self._dtype, torch.float32)
+        weights = (weights * self._factor).to(torch.promote_types(self._dtype, torch.float32))
         of_all = without_zeros(weights) if weights.dim() == 1 else None
         here = held_here(self._params)
         parts = zip(self._params, here, parts_of(onto, here), self._gradients, strict=True)
@@ -380,9 +381,7 @@ class BookkeptGradients(AbstractPerSampleGradients):
                 if gradient is not None:
                     is_first = is_new and whole is part
                     own, records, left_out = of_all or without_zeros(weights[:, place])
-                    gradient.add_weighted_sum(
-                        own.to(dtype), whole, records, left_out, is_new=is_first
-                    )
+                    gradient.add_weighted_sum(own, whole, records, left_out, is_new=is_first)
                 if whole is not part:
                     sum_into_shard(whole.view(param.shape), part, param)
 

@@ -15,8 +15,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from lightning_dp.sampling import BatchPlan, FullBatch, Poisson
-from lightning_dp.sampling.at_once import TensorsAtOnce, read_at_once
-from lightning_dp.sampling.loader import Chunk, ChunkSampler, PrivateDataLoader
+from lightning_dp.sampling.loader import (
+    Chunk,
+    ChunkSampler,
+    PrivateDataLoader,
+    TensorsAtOnce,
+    read_at_once,
+)
 from lightning_dp.sampling.repeats import find_repeat
 
 
