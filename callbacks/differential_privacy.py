@@ -241,6 +241,6 @@ class DifferentialPrivacy(Callback):
 
     def report(self) -> PrivacyReport:
         """Return the claims that this run allows; ``print`` it, or take ``to_dict()``."""
-        from lightning_dp.report.of_run import report
+        from lightning_dp.report.run_report import report_of_run
 
-        return report(self._run)
+        return report_of_run(self._run)

@@ -135,60 +135,7 @@ class PrivacyConfig:
     ``noise_multiplier`` (ε is reported, without a limit), or both (training stops before the step
     that would exceed the target).
 
-    Args:
-        target_delta: δ in (0, 1); choose it well below 1 / N.
-        target_epsilon: ε > 0 that is never exceeded.
-        noise_multiplier: z >= 0: noise of standard deviation z·C on the sum of gradients clipped
-            to C. With a ``noise_schedule`` it is the schedule's scale. 0 trains without privacy
-            (ε is inf).
-        max_grad_norm: C > 0, the clip norm of one record's gradient; 1.0 if neither it nor an
-            ``estimator`` is given.
-        clipping: the rule that bounds a record's gradient: ``Flat()`` (default), ``Automatic()``,
-            ``PerGroup({pattern: C})`` or ``AdaptiveQuantile()``.
-        noise_schedule: how the noise multiplier changes over steps; default constant.
-        estimator: forms the question to the data; default ``MeanGradient(max_grad_norm)``, DP-SGD.
-        postprocessing: applied in order to the private estimate.
-        sampling: ``Poisson()`` (default), ``FullBatch()``, ``CyclicPoisson(bands)``, or ``FixedOrder()``
-            for data that come in an order.
-        noise: ``IndependentNoise()`` (default), or noise that remembers and cancels:
-            ``BandedNoise(bands)`` with ``CyclicPoisson(bands)`` or ``FixedOrder()``, ``LambdaCGD(lam)``
-            with ``FixedOrder()``.
-        unit: what is protected: ``UserLevel(ids=..., most_rows=k)`` for users with all their rows;
-            by default each row of the data set, a record.
-        augmentations: K >= 1, times that each record of a batch is read; the mean of its K gradients
-            is clipped. ε does not depend on it, and ``__getitem__`` makes another view each time.
-        relation: neighbouring data sets differ by adding or removing a record ("add_remove"), by
-            replacing one ("replace_one"), or by one that has no effect and keeps its place
-            ("zero_out", for ``FixedOrder()``).
-        accountant: computes ε; default the tight numerical one.
-        engine: computes gradients per record: "layers" (the whole batch at once, by the types of its
-            layers; "bookkeeping" is its old name), "records" (every record alone, all at once under
-            ``torch.func.vmap``), "ghost" (two backward passes, of which nothing is kept but norms:
-            least memory), "one_by_one" (each record alone through ``collate_fn`` and
-            ``training_step``: slowest), "hooks" (Opacus' own, to compare with); "auto" takes the
-            first of "layers", "records" and "one_by_one" that covers the model.
-        ledger_dir: folder of the privacy journal, on this machine; default
-            ``<default_root_dir>/privacy``. A relative one begins where the process is now.
-        checks: what is looked at during a fit, and what you declare in its place; see :class:`Checks`.
-        private_optimizer: where ``configure_optimizers`` gives several (manual optimization), the one
-            that is trained on the records: its place, or the dotted path of a module whose
-            parameters it holds ("discriminator"). The others are public: their steps may use
-            released and synthetic values only, and are not charged.
-        advice: say before the first step what noise and batches mean for learning, and afterwards what
-            the releases tell of it; from public numbers and releases alone. Costs one vector of the
-            model's size.
-        count_clipped: also release, noised, how many records of each batch were clipped. Charged with the
-            gradient as one event, whose noise it makes 0.5 % longer.
-        other_releases: what else was released about the same records, with the guarantee that is
-            stated for it: ``[ApproximateDP(0.5, 1e-7, relation="add_remove", what="table of
-            ages")]``. It counts in ε and in the budget, is kept in the journal, and the report
-            names it in your words. One that several trainings declare counts once in their sum.
-        about: your words about the data, for the report; see :class:`About`.
-        secure_noise: draw noise and batches from AES-256 in counter mode (of ``cryptography``) instead
-            of PCG64 seeded by the operating system, sum in float64, and round what is released
-            to 2^-20 of the noise, so that its low bits tell nothing.
-        seed: makes noise and batches repeatable. For tests only: nothing is private with it, and
-            every report says so.
+    The arguments are those of :class:`lightning_dp.DifferentialPrivacy`, which explains them.
 
     Raises:
         ValueError: naming the argument and its value.
