@@ -82,7 +82,7 @@ def is_constant(layer: nn.Module) -> bool:
 
 
 def has_own_forward(layer: BatchNorm) -> bool:
-    """Tell whether a subclass computes something that nobody here knows."""
+    """Return whether a subclass computes something that nobody here knows."""
     known = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
     return type(layer).forward not in known and not _is_with_activation(layer)
 
@@ -94,7 +94,7 @@ def _is_with_activation(layer: BatchNorm) -> bool:
 
 
 def has_seen_data(layer: BatchNorm) -> bool:
-    """Tell whether a layer has statistics, and other ones than it was made with."""
+    """Return whether a layer has statistics, and other ones than it was made with."""
     mean, var = layer.running_mean, layer.running_var
     if mean is None or var is None or mean.is_meta:
         return False
@@ -325,13 +325,13 @@ class _Fixing:
         self._put(name, layer, with_what_followed(layer, new.train(layer.training)), words)
 
     def _is_fixed(self, name: str, layer: BatchNorm) -> bool:
-        """Tell whether statistics become constants."""
+        """Return whether statistics become constants."""
         if self._norms == "auto":
             return has_seen_data(layer) and self._is_frozen(name, layer)
         return self._norms == "fixed" and layer.running_mean is not None
 
     def _is_frozen(self, name: str, layer: BatchNorm) -> bool:
-        """Tell whether nothing of it is trained; of a layer without parameters, what is next to it."""
+        """Return whether nothing of it is trained; of a layer without parameters, what is next to it."""
         params = list(layer.parameters())
         if not params:
             params = list(self._model.get_submodule(name.rpartition(".")[0]).parameters())

@@ -259,7 +259,7 @@ class NoiseSource:
         return value.div_(unit).round_().mul_(unit).float()
 
     def has_background(self, size: int, device: torch.device) -> bool:
-        """Tell whether noise of a vector is drawn in threads."""
+        """Return whether noise of a vector is drawn in threads."""
         return device.type == "cpu" and size >= _WORTH_A_THREAD
 
     def add_normal(self, vector: Tensor, std: float) -> None:

@@ -32,12 +32,12 @@ __all__ = [
     "Path",
     "RandomState",
     "Snapshot",
-    "accelerator_kept",
     "apart",
     "as_text",
     "generator_state",
     "put_back",
     "restored",
+    "restored_accelerator",
     "seed_own",
     "seeded_state",
     "set_generator_state",
@@ -85,7 +85,7 @@ def _call(function: Callable[..., Any], device: torch.device, *arguments: Any) -
 
 
 @contextmanager
-def accelerator_kept() -> Iterator[None]:
+def restored_accelerator() -> Iterator[None]:
     """Put the generators of the accelerator back after what is inside; CUDA's are Lightning's matter."""
     states = [(device, generator_state(device)) for device in _accelerators()]
     try:
@@ -138,7 +138,7 @@ class RandomState:
         return generator.initial_seed()
 
     def is_now(self) -> bool:
-        """Tell whether as many random numbers were drawn by then as by now."""
+        """Return whether as many random numbers were drawn by then as by now."""
         return self.is_same(RandomState(self._device))
 
     def is_same(self, now: RandomState) -> bool:

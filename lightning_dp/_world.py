@@ -72,7 +72,7 @@ _WHOLE = frozenset((Tensor, nn.Parameter))
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a ``DTensor``, of which others hold parts.
+    """Return whether a tensor is a ``DTensor``, of which others hold parts.
 
     Example:
         >>> is_sharded(torch.zeros(3))

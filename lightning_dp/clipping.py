@@ -29,7 +29,7 @@ __all__ = [
     "ParameterGroups",
     "PerGroup",
     "Rescaling",
-    "known_clipping",
+    "check_clipping",
 ]
 
 _LARGEST_CHANGE = 50.0  # of the logarithm of C in one step: noise alone goes no further
@@ -319,7 +319,7 @@ class AdaptiveQuantile:
 Clipping: TypeAlias = Flat | Automatic | PerGroup | AdaptiveQuantile
 
 
-def known_clipping(name: str, value: Any, *, of: str | None = None) -> Clipping:
+def check_clipping(name: str, value: Any, *, of: str | None = None) -> Clipping:
     """Return a rule of this module; the bound of another class would be nobody's proof.
 
     Raises:

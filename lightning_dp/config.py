@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, asdict, dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
-from lightning_dp._described import Data, check_same, described
+from lightning_dp._config_dict import Data, check_same, config_dict
 from lightning_dp._noise import CipherStream
 from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import (
@@ -31,7 +31,7 @@ from lightning_dp._validate import (
 from lightning_dp.accounting.base import LEAST_EPSILON, AbstractAccountant, Relation
 from lightning_dp.accounting.events import AbstractExternal
 from lightning_dp.accounting.pld import PLDAccountant
-from lightning_dp.clipping import AdaptiveQuantile, Clipping, Flat, PerGroup, known_clipping
+from lightning_dp.clipping import AdaptiveQuantile, Clipping, Flat, PerGroup, check_clipping
 from lightning_dp.estimators import AbstractEstimator, MeanGradient
 from lightning_dp.noise import AbstractNoise, IndependentNoise
 from lightning_dp.postprocessing import AbstractPostProcessor
@@ -40,7 +40,7 @@ from lightning_dp.sampling.blocks import AbstractBlockSampling
 from lightning_dp.sampling.units import RowsOfUnits
 from lightning_dp.schedules import AbstractSchedule, Constant
 
-__all__ = ["About", "Checks", "EngineName", "PrivacyConfig", "known_engine"]
+__all__ = ["About", "Checks", "EngineName", "PrivacyConfig", "check_engine_name"]
 
 EngineName: TypeAlias = Literal[
     "auto", "records", "layers", "bookkeeping", "ghost", "hooks", "one_by_one"
@@ -229,7 +229,7 @@ class PrivacyConfig:
         normalise(self, optional(not_negative), "noise_multiplier")
         normalise(self, optional(above_0), "max_grad_norm")
         normalise(self, optional(seed), "seed")
-        normalise(self, known_clipping, "clipping")
+        normalise(self, check_clipping, "clipping")
         normalise(self, whole, "augmentations")
         normalise(self, flag, "advice", "count_clipped", "secure_noise")
         if self.secure_noise and self.seed is not None:
@@ -275,7 +275,7 @@ class PrivacyConfig:
                 f"about={self.about!r} must be an About, such as About(data_set='...')."
             )
         normalise(self, one_of(get_args(Relation)), "relation")
-        normalise(self, known_engine, "engine")
+        normalise(self, check_engine_name, "engine")
         if self.unit is not None and not isinstance(self.unit, UserLevel):
             raise TypeError(
                 f"unit={type(self.unit).__name__} must be a UserLevel(ids=..., most_rows=...)."
@@ -490,7 +490,7 @@ class PrivacyConfig:
 
     def fingerprint(self) -> dict[str, Data]:
         """Return, as plain data, what a resumed run must share with the run it continues."""
-        return {name: described(value) for name, value in self._identity().items()}
+        return {name: config_dict(value) for name, value in self._identity().items()}
 
     def check_same(self, fingerprint: Mapping[str, Data]) -> None:
         """Refuse to continue a run whose :meth:`fingerprint` is another one.
@@ -504,14 +504,14 @@ class PrivacyConfig:
         check_same(fingerprint, self._identity(), default.__getitem__)
 
 
-def known_engine(name: str, value: object, *, of: str | None = None) -> str:
+def check_engine_name(name: str, value: object, *, of: str | None = None) -> str:
     """Return the name of an engine.
 
     Raises:
         ValueError: for one that is not known, or not any more.
 
     Example:
-        >>> known_engine("engine", "ghost")
+        >>> check_engine_name("engine", "ghost")
         'ghost'
     """
     if isinstance(value, str) and value == "functional":

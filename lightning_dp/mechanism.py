@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dp._described import refuse_unknown
+from lightning_dp._config_dict import refuse_unknown
 from lightning_dp._noise import NoiseSource
 from lightning_dp._refusals import Refusal, RefusedRun
 from lightning_dp._world import World

@@ -166,7 +166,7 @@ class NoiseFilter:
         self.covariance = [[0.0] * size for _ in range(size)]
 
     @property
-    def unknown(self) -> str | None:
+    def part_without_variance(self) -> str | None:
         """The name of the first part whose noise is not known; None if all are."""
         if self.estimator.memory(0) is None:
             return repr(self.estimator)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dp._described import check_same, refuse_unknown
+from lightning_dp._config_dict import check_same, refuse_unknown
 from lightning_dp._files import local_folder
 from lightning_dp._noise import CorrelatedSource, NoiseSource, random_generator
 from lightning_dp._refusals import RefusedRun, RefusedSetting

@@ -149,7 +149,7 @@ class Charges(Mapping[str, History]):
         for event, count in chain.from_iterable(self._runs.values()):
             self._count(event, count)
 
-    def knows_more(self, run: str, other: Charges) -> bool:
+    def is_ahead_of(self, run: str, other: Charges) -> bool:
         """Return whether this record of a run is longer than the other's.
 
         Raises:

@@ -335,7 +335,7 @@ def _check_complete(path: Path, ledger_id: str, runs: Charges) -> None:
             topic="journal-behind",
         )
     for run in runs:
-        if runs.knows_more(run, written):
+        if runs.is_ahead_of(run, written):
             raise JournalError(
                 f"The privacy journal {path} lacks charges of the checkpoint: it was cut or replaced "
                 "by an older copy. Put the right file back, or move it away and use "

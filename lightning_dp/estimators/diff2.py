@@ -133,7 +133,7 @@ class Diff2(AbstractEstimator):
         )
 
     def is_restart(self, step: int) -> bool:
-        """Tell whether step t starts again with a plain gradient."""
+        """Return whether step t starts again with a plain gradient."""
         return step % self.restart_every == 0
 
     def relative_noise(self, step: int) -> float:

@@ -428,7 +428,7 @@ def _against_journal(document: Document, path: Path, found: str, written: Charge
         return
     for run in document.events:
         try:
-            is_cut = document.events.knows_more(run, written)
+            is_cut = document.events.is_ahead_of(run, written)
         except JournalError as error:
             yield f"{error.text} (journal {path})"
             continue

@@ -62,12 +62,12 @@ def test_the_union_of_two_records_of_a_run_is_the_longer_one_if_the_other_begins
         known, other = (Charges({"x": counted(each)} if each else {}) for each in (ours, theirs))
         shorter, longer = sorted((ours, theirs), key=len)
         if longer[: len(shorter)] == shorter:
-            assert known.knows_more("x", other) == (len(ours) > len(theirs))
+            assert known.is_ahead_of("x", other) == (len(ours) > len(theirs))
             known.merge(other)
             assert known == ({"x": counted(longer)} if longer else {})
             assert known.steps == known.total == known.length("x") == len(longer)
         else:
-            for ask in (lambda: known.knows_more("x", other), lambda: known.merge(other)):  # noqa: B023
+            for ask in (lambda: known.is_ahead_of("x", other), lambda: known.merge(other)):  # noqa: B023
                 with pytest.raises(JournalError, match="Two records of run x contradict"):
                     ask()
             assert known == {"x": counted(ours)}
