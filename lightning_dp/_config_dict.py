@@ -164,7 +164,7 @@ def _is_equal(was: Data, now: Data) -> bool:
 
 
 def refuse_unknown(of: str, was: Mapping[str, Data], known: Set[str]) -> None:
-    """Refuse a field of a checkpoint that nobody here knows: it may change what was spent.
+    """Refuse an unknown field of a checkpoint: it may change what was spent.
 
     Raises:
         ValueError: naming the field and the version that can read it.

@@ -327,7 +327,7 @@ class NoiseSource:
             put(part, torch.randn(len(part), device=device, generator=self._device), std)
 
     def close(self) -> None:
-        """Let the threads go that drew noise, with what they had begun."""
+        """Shut down the threads that draw noise, and cancel their work."""
         workers, self._workers = self._workers, None
         if workers is not None:
             workers.shutdown(wait=True, cancel_futures=True)

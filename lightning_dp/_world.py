@@ -106,7 +106,7 @@ class HeldParts(list[Tensor]):
 
 
 def held_here(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return what this process holds of each tensor, in the same memory: all of it, or its shard.
+    """Return this process' part of each tensor, in the same memory: all of it, or its shard.
 
     Of shards these are :class:`HeldParts`.
 

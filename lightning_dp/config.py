@@ -1,4 +1,4 @@
-"""Everything a user says about privacy, checked once."""
+"""The settings of a private training, checked once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ EngineName: TypeAlias = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Checks:
-    """The checks of a fit: what is looked at, and what the user declares where nothing can look.
+    """The checks of a fit, and the user's declarations where no check is possible.
 
     Args:
         dry_run: before the first step, run a few synthetic samples, and refuse a model whose records
@@ -90,7 +90,7 @@ class Checks:
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """The user's words about the data, printed in the report as stated and unchecked.
+    """Names and owners of the data, printed in the report as stated and unchecked.
 
     They change nothing in the training, and a resumed run may state others.
 
@@ -123,7 +123,7 @@ class About:
         normalise(self, optional(one_line), *asdict(self), of="About")
 
     def to_dict(self) -> dict[str, str]:
-        """Return what is stated."""
+        """Return the texts that are given."""
         return {name: text for name, text in asdict(self).items() if text is not None}
 
 
@@ -217,14 +217,14 @@ class PrivacyConfig:
         object.__setattr__(self, "checks", Checks(**moved))
 
     def _check_types(self) -> None:
-        """Refuse what is not of an argument's type, and keep plain values."""
+        """Refuse values of another type, and normalise the rest."""
         normalise(self, explained(probability, "Choose it well below 1 / N."), "target_delta")
         no_privacy = "For training without privacy, leave it out and give noise_multiplier=0."
         normalise(self, explained(optional(positive), no_privacy), "target_epsilon")
         if self.target_epsilon is not None and self.target_epsilon < LEAST_EPSILON:
             raise ValueError(
-                f"target_epsilon={self.target_epsilon} is below {LEAST_EPSILON:g}, and no budget so "
-                "small can be kept and used. Raise it."
+                f"target_epsilon={self.target_epsilon} is below {LEAST_EPSILON:g}, the smallest "
+                "supported budget. Raise it."
             )
         normalise(self, optional(not_negative), "noise_multiplier")
         normalise(self, optional(above_0), "max_grad_norm")
@@ -234,8 +234,8 @@ class PrivacyConfig:
         normalise(self, flag, "advice", "count_clipped", "secure_noise")
         if self.secure_noise and self.seed is not None:
             raise ValueError(
-                f"secure_noise=True draws numbers that nobody can repeat, and seed={self.seed} asks "
-                "for repeatable ones. Leave one of them out."
+                f"secure_noise=True draws noise that cannot be repeated, and seed={self.seed} is "
+                "for repeatable noise. Leave one of them out."
             )
         if self.secure_noise:
             CipherStream()  # or it raises
@@ -247,8 +247,8 @@ class PrivacyConfig:
     def _check_budget(self) -> None:
         if self.target_epsilon is None and self.noise_multiplier is None:
             raise ValueError(
-                "Neither target_epsilon nor noise_multiplier is given: say how private the training "
-                "must be (target_epsilon), or how much noise to add (noise_multiplier)."
+                "Neither target_epsilon nor noise_multiplier is given: give the budget "
+                "(target_epsilon), or the noise (noise_multiplier)."
             )
 
     def _check_choices(self) -> None:
@@ -299,7 +299,7 @@ class PrivacyConfig:
             )
 
     def _check_gradient(self) -> None:
-        """Refuse what acts on released gradients, if none are released."""
+        """Refuse post-processing and schedules of released gradients, if none are released."""
         estimator = self.resolved_estimator()
         if estimator.traits.estimates_gradient:
             return
@@ -315,7 +315,7 @@ class PrivacyConfig:
             )
 
     def _check_block(self) -> None:
-        """Refuse what noise that remembers, or batches that depend on each other, cannot go with."""
+        """Refuse settings that correlated noise or dependent batches do not support."""
         noise, sampling = self.noise, self.sampling
         if not noise.bands <= sampling.separation:
             cures = ["sampling=FixedOrder()"]
@@ -416,7 +416,7 @@ class PrivacyConfig:
         is_clipped = traits.estimates_gradient and math.inf not in traits.clip_norms
         if self.count_clipped and not isinstance(self.clipping, Flat | AdaptiveQuantile):
             raise ValueError(
-                f"count_clipped=True counts gradients longer than one clip norm, and "
+                f"count_clipped=True counts gradients above one clip norm, and "
                 f"clipping={self.clipping} has none. Leave one of them out."
             )
         if not self.count_clipped or (is_clipped and traits.queries_per_step == 1):
@@ -489,7 +489,7 @@ class PrivacyConfig:
         }
 
     def fingerprint(self) -> dict[str, Data]:
-        """Return, as plain data, what a resumed run must share with the run it continues."""
+        """Return, as plain data, the arguments that a resumed run must share."""
         return {name: config_dict(value) for name, value in self._identity().items()}
 
     def check_same(self, fingerprint: Mapping[str, Data]) -> None:
@@ -516,7 +516,7 @@ def check_engine_name(name: str, value: object, *, of: str | None = None) -> str
     """
     if isinstance(value, str) and value == "functional":
         raise ValueError(
-            f"{name}='functional' is no engine any more: give engine='records', which knows no layer "
+            f"{name}='functional' was an engine of 0.1: give engine='records', which needs no layer "
             "types either and is faster, or leave it out."
         )
     return str(one_of(get_args(EngineName))(name, value, of=of))
@@ -543,9 +543,9 @@ def _place(name: str, value: object, *, of: str | None = None) -> int | str:
 def _declaration(name: str, value: object, *, of: str | None = None) -> str:
     """Return one line of a user's own words, which a report will print."""
     if not isinstance(value, str):
-        raise TypeError(f"{name}={value!r} must be a text that says what is done.")
+        raise TypeError(f"{name}={value!r} must be a string that describes the edit.")
     if not value.strip() or len(value.splitlines()) != 1:
-        raise ValueError(f"{name}={value!r} must be one line that says what is done.")
+        raise ValueError(f"{name}={value!r} must be one line that describes the edit.")
     return value.strip()
 
 
@@ -566,12 +566,12 @@ def _releases(name: str, value: object, *, of: str | None = None) -> tuple[Abstr
     words = [each.what for each in releases]
     if twice := sorted({each for each in words if words.count(each) > 1}):
         raise ValueError(
-            f"{name} has two releases with what={twice[0]!r}, and a release is known by its words: "
-            "say what differs."
+            f"{name} has two releases with what={twice[0]!r}, and a release is identified by its words: "
+            "add the difference."
         )
     return releases
 
 
 def _sequence(name: str, value: object, *, of: str | None = None) -> tuple[object, ...]:
-    """Return what is to be applied in order as a tuple."""
+    """Return post-processors as a tuple."""
     return listed(name, value, "post-processors, in their order")

@@ -226,7 +226,7 @@ class Mechanism:
             self._driver = replace(self._driver, state=state)
 
     def _ask_again(self, step: _Step, params: Sequence[Tensor]) -> None:
-        """Ask the next query of a step, if what the step was charged with covers it too."""
+        """Ask the next query of a step, if the step's charge covers it."""
         if not step.asked:
             raise RefusedRun(
                 f"{self.plan.estimator} asked nothing at step {self.step}, which was not charged, so "

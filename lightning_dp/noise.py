@@ -1,4 +1,4 @@
-r"""Noise that remembers: what one step adds, a later step takes away again.
+r"""Correlated noise: later steps subtract parts of the noise of earlier ones.
 
 A **block** is a run of steps with one noise source. From independent normal vectors n_0, n_1, ... it
 makes
@@ -81,7 +81,7 @@ class AbstractNoise(ABC):
     @property
     @abstractmethod
     def column_norm(self) -> float:
-        """‖c‖, the length of the longest column of C."""
+        """‖c‖, the norm of the longest column of C."""
 
     @abstractmethod
     def cost(self, use: int, separation: int) -> float:

@@ -28,7 +28,7 @@ NOISE_VARIANCE = "noise_variance"
 
 
 class DPAdamW(AdamW):
-    r"""AdamW that subtracts the noise from its second moment: what is left is that of the gradient.
+    r"""AdamW that subtracts the noise from its second moment.
 
     .. math::
         φ_t = β_2 φ_{t-1} + (1 - β_2) Φ_t, \qquad

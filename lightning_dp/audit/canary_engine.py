@@ -22,7 +22,7 @@ from lightning_dp.gradients.base import AbstractPerSampleGradients
 
 __all__ = ["Canaries", "CanaryData", "CanaryEngine", "CanaryEstimator"]
 
-_STRENGTH = 10.0  # the length of a canary's gradient, in clip norms: without clipping it shows
+_STRENGTH = 10.0  # the norm of a canary's gradient, in clip norms: without clipping it shows
 
 
 class Canaries:
@@ -86,7 +86,7 @@ class Canaries:
         return _CanaryGradients(gradients, torch.tensor(rows), places, values, self.coordinates)
 
     def observe(self, release: Tensor) -> None:
-        """Keep what a noised sum says of each canary."""
+        """Record the noised sum's entry of each canary."""
         values = release.detach().cpu()[self.coordinates].double().numpy()
         self.seen.append(values * (self.sign / self.clip_norm))
 
@@ -175,7 +175,7 @@ class CanaryEngine(AbstractGradientEngine):
 
 
 class CanaryEstimator(AbstractEstimator):
-    """The user's estimator; what it is told, which is public, is also shown to the canaries.
+    """The user's estimator, whose releases the canaries observe.
 
     Args:
         estimator: asks one query per step, on all coordinates.

@@ -106,7 +106,7 @@ def _relative_path(journal: str | None, folder: Path) -> str | None:
 
 
 def _absolute_path(journal: str | None, folder: Path) -> str | None:
-    """Return the absolute path of what :func:`_relative_path` made for this folder."""
+    """Return the absolute path, inverting :func:`_relative_path` for this folder."""
     if journal is None or not is_journal_name(Path(journal).name) or "\0" in journal:
         return journal
     return os.path.normpath(os.path.abspath(folder) / Path(os.path.expanduser(journal)))
@@ -151,7 +151,7 @@ class Document:
 
 
 def in_checkpoint(report: PrivacyReport) -> dict[str, Any]:
-    """Return what a checkpoint holds of a report: all but the events, which its ledger has already."""
+    """Return a report for a checkpoint: without the events, which its ledger has."""
     content = report.to_dict()
     del content["events"]
     return content

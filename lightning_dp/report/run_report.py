@@ -181,7 +181,7 @@ def _versions() -> tuple[tuple[str, str], ...]:
 
 
 def _version(name: str) -> str:
-    """Return what is installed; packages may be on the path without having been installed."""
+    """Return the installed version; a package may be on the path only."""
     try:
         return version(name)
     except PackageNotFoundError:
