@@ -235,3 +235,10 @@ def test_a_picture_is_legible_on_white_and_on_black(root, name):
 def test_contrast_is_that_of_wcag():
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
     assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
+
+
+def test_no_row_of_a_table_stands_alone(root):
+    """A blank line inside of a table ends it, and the rest is printed with its bars."""
+    for page in (root / "README.md", *root.glob("docs/*.md")):
+        text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+        assert re.findall(r"(?:\A|\n\n)(\|[^\n]*)\n(?!\| ?-)", text) == [], page
