@@ -1,6 +1,6 @@
 """Estimators ask the data a question, and turn the noised answer into a gradient estimate.
 
-The base of all, DP-SGD's own, what several of them share, and the one place that calls them.
+The base of all, DP-SGD's own, what several of them share, and the only caller of their ask and tell.
 """
 
 from __future__ import annotations
