@@ -318,7 +318,7 @@ def squares_of_products(products: Sequence[Sequence[Tensor]]) -> Tensor:
     blocks = [found.shape[1] for found in norms]
     squares = torch.cat(norms, dim=1).double().square_()
     if max(blocks) > 1:
-        squares = torch.stack([part.sum(1) for part in squares.split(blocks, dim=1)], dim=1)
+        squares = torch.stack([part.sum(1) for part in torch.split(squares, blocks, dim=1)], dim=1)
     lengths = tuple([tensor.shape[1:].numel() for tensor in each.values()])
     least, floors, first, second, alone = _numbers_of(tuple(chosen), lengths)
     if not ((squares > least) & (squares < math.inf)).all():

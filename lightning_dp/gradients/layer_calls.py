@@ -180,9 +180,9 @@ class Recorder:
             raise problem
         graph = survey(loss.grad_fn, outputs)
         self.whole.refuse_unknown(graph.leaves, self._known)
-        if graph.choosing and not any(call.folding is not None for call in calls):
-            if any(map(changes_order, graph.choosing)):
-                raise UnsupportedModelError(_OTHER_ORDER, topic="rows-and-records")
+        moving = [node for node in graph.choosing if changes_order(node)]
+        if moving and not any(call.folding is not None for call in calls):
+            raise UnsupportedModelError(_OTHER_ORDER, topic="rows-and-records")
         for node in graph.reached & unseen.keys():
             raise UnsupportedModelError(unseen[node], topic="unseen-use")
         calls = [call for call in calls if call.edge.node in graph.reached]
