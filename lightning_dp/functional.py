@@ -315,10 +315,10 @@ def squares_of_products(products: Sequence[Sequence[Tensor]]) -> Tensor:
         each.update(zip(places, product, strict=True))
         chosen.append(tuple([numbers.setdefault(place, len(numbers)) for place in places]))
     norms = [block_norms(as_rows(tensor)) for tensor in each.values()]
-    blocks = [found.shape[1] for found in norms]
+    blocks = tuple([found.shape[1] for found in norms])
     squares = torch.cat(norms, dim=1).double().square_()
-    if max(blocks) > 1:
-        squares = torch.stack([part.sum(1) for part in torch.split(squares, blocks, dim=1)], dim=1)
+    if len(blocks) < squares.shape[1]:
+        squares = squares @ _sums_of(blocks)  # where one is not finite, no sum is: looked at again
     lengths = tuple([tensor.shape[1:].numel() for tensor in each.values()])
     least, floors, first, second, alone = _numbers_of(tuple(chosen), lengths)
     if not ((squares > least) & (squares < math.inf)).all():
@@ -345,6 +345,12 @@ def _numbers_of(
     pairs = [each for each in chosen if len(each) > 1]
     places = [a for a, _ in pairs], [b for _, b in pairs], [i[0] for i in chosen if len(i) == 1]
     return wide * _TRUSTED**2, wide.sqrt() * _LEAST_FACTOR, *map(_as_places, places)
+
+
+@functools.lru_cache(maxsize=64)
+def _sums_of(blocks: tuple[int, ...]) -> Tensor:
+    """Return the matrix that adds up so many columns, and so many next to them, and so on."""
+    return torch.block_diag(*(torch.ones(each, 1, dtype=torch.float64) for each in blocks))
 
 
 def _as_places(numbers: list[int]) -> Tensor:

@@ -180,8 +180,8 @@ class Recorder:
             raise problem
         graph = survey(loss.grad_fn, outputs)
         self.whole.refuse_unknown(graph.leaves, self._known)
-        moving = [node for node in graph.choosing if changes_order(node)]
-        if moving and not any(call.folding is not None for call in calls):
+        is_told = any(call.folding is not None for call in calls)
+        if not is_told and any(map(changes_order, graph.choosing)):
             raise UnsupportedModelError(_OTHER_ORDER, topic="rows-and-records")
         for node in graph.reached & unseen.keys():
             raise UnsupportedModelError(unseen[node], topic="unseen-use")
