@@ -219,7 +219,7 @@ FAULTS = (
         "if not owners else Chunk(position + offset, len(records), first, rate, step, last, records)",
     ),
     Fault("all_rows_of_a_user_read", "if len(own) <= self.most_rows", "or True"),
-    Fault("sums_of_views_for_their_mean", "owners.counts.double()", "** 0"),
+    Fault("sums_of_views_for_their_mean", "(self.records * self.counts.double()", "** 0"),
     Fault("secure_releases_not_rounded", "if not self.is_secure or not std > 0", "or True"),
     Fault("secure_sums_in_float32", "return torch.float64 if self.is_secure", "and False"),
 )

@@ -137,8 +137,8 @@ class LocalRecords:
         self._one_record = engine == "one_by_one"
         self.params = tuple(param for param in module.parameters() if param.requires_grad)
         with self._passes() as passes:
-            self.engine = passes.watched.description
-            self.has_products = passes.watched.engine.has_products
+            self.engine = passes.description
+            self.has_products = passes.engine.has_products
             """True if queries with Hessian-vector products can be answered."""
 
     @property

@@ -295,11 +295,18 @@ def _holds_tensor(part: Any, depth: int) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class RowOwners:
-    """Brings the rows of each record together, as many as it has.
+    r"""Brings the rows of each record together, as many as it has.
+
+    Where records are units of privacy (a user's own rows, or K random views of one record), the gradient
+    of unit i is the mean over its r_i rows, :math:`g_i = \frac{1}{r_i} \sum_j \nabla \ell_j`, so C
+    has the meaning that it has for single records. It depends on unit i alone and is clipped last:
+    adding or removing a unit moves the sum by at most C, whatever r_i is. (De et al., 2022,
+    arXiv:2204.13650, for views; Charles et al., 2024, arXiv:2407.07737, for users.)
 
     Args:
         records: n, their number.
         owners: shape (N,), the record of each row: whole numbers from 0 to n - 1.
+        shares: as :meth:`of` found them in a larger batch.
 
     Example:
         >>> import torch
@@ -309,15 +316,29 @@ class RowOwners:
 
     records: int
     owners: Tensor
+    shares: Tensor | None = None
 
     @cached_property
     def counts(self) -> Tensor:
         """The number of rows of each record, shape (n,)."""
         return self.owners.bincount(minlength=self.records)
 
+    @cached_property
+    def row_shares(self) -> Tensor:
+        """N / (n r_i) of each row of unit i, shape (N,): engines give n/N times the sum over rows."""
+        if self.shares is not None:
+            return self.shares
+        return (len(self.owners) / (self.records * self.counts.double()))[self.owners]
+
+    @cached_property
+    def have_as_many(self) -> bool:
+        """True if all units have equally many rows, so that the sums are the means."""
+        return bool((self.row_shares == 1).all())
+
     def of(self, rows: Tensor) -> RowOwners:
         """Return the owners of some of the rows, among all n records."""
-        return RowOwners(self.records, self.owners[rows.to(self.owners.device)])
+        rows = rows.to(self.owners.device)
+        return RowOwners(self.records, self.owners[rows], self.row_shares[rows])
 
     def places(self) -> list[Tensor]:
         """Return the rows of each record."""

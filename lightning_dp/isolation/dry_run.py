@@ -102,7 +102,7 @@ class DryRun:
         try:
             first = self._first_run(runner, clip_norm)
             found = _compared(runner, first, partial(settings, query=_plain(first.unit)), twins)
-            if found.kind == "isolated" and not runner.passes.watched.engine.isolates:
+            if found.kind == "isolated" and not runner.passes.engine.isolates:
                 return mean_or_sum(runner, first.samples)
             return found
         except UnsupportedModelError:
@@ -116,14 +116,14 @@ class DryRun:
         Raises:
             UnsupportedModelError: where a record alone has no gradient.
         """
-        count = _FEWEST if runner.passes.watched.engine.one_record else _SAMPLES
+        count = _FEWEST if runner.passes.engine.one_record else _SAMPLES
         try:
             first = _FirstRun(runner, self._units(count), clip_norm)
         except UnsupportedModelError:
             raise
         except Exception:  # synthetic lengths that it does not take
             first = _FirstRun(runner, self._units(count, are_longer=False), clip_norm)
-        isolates = runner.passes.watched.engine.isolates
+        isolates = runner.passes.engine.isolates
         is_constant = isolates and not bool((first.norms > _NOTHING).any())
         if is_constant and runner.has_plain_gradient(first.samples):
             raise UnsupportedModelError(_CONSTANT, topic="coupled-records")

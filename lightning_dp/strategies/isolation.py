@@ -163,9 +163,9 @@ class IsolationWatch:
         found = dry.run(runner, self._settings, self._clip_norm, self._twins)
         found = self._world.broadcast(found)
         engine.settle()
-        self._run.engine = engine.watched.description
+        self._run.engine = engine.passes.description
         self._run.isolation = self._described(found)
-        if engine.watched.engine.one_record and self._world.is_lead and engine.choice.reasons:
+        if engine.passes.engine.one_record and self._world.is_lead and engine.choice.reasons:
             reason = engine.choice.reasons[-1].text
             warn(f"Each record runs alone, one after the other. {reason}", topic="one-by-one")
         self._refuse(found)
@@ -181,7 +181,7 @@ class IsolationWatch:
             )
 
     def _described(self, found: Outcome) -> str:
-        if self._step.engine.watched.engine.isolates and not self._needs_gradients:
+        if self._step.engine.passes.engine.isolates and not self._needs_gradients:
             return BY_CONSTRUCTION
         if found.kind == "not compared":
             return f"synthetic samples were not compared ({found.reason})"
@@ -427,7 +427,7 @@ class IsolationWatch:
     @property
     def _needs_gradients(self) -> bool:
         """False if records ran alone, and nobody but torch made a batch of them."""
-        engine = self._step.engine.watched.engine
+        engine = self._step.engine.passes.engine
         return not (engine.isolates and (engine.one_record or self._is_plain))
 
     @property
