@@ -32,7 +32,6 @@ __all__ = [
     "Path",
     "RandomState",
     "Snapshot",
-    "accelerator_kept",
     "apart",
     "as_text",
     "generator_state",
@@ -82,24 +81,6 @@ def _call(function: Callable[..., Any], device: torch.device, *arguments: Any) -
     if "device" in inspect.signature(function).parameters:
         return function(*arguments, device=device)
     return function(*arguments)
-
-
-@contextmanager
-def accelerator_kept() -> Iterator[None]:
-    """Put the generators of the accelerator back after what is inside; CUDA's are Lightning's matter."""
-    states = [(device, generator_state(device)) for device in _accelerators()]
-    try:
-        yield
-    finally:
-        for device, state in states:
-            set_generator_state(device, state)
-
-
-def _accelerators() -> list[torch.device]:
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is None or found.type == "cuda":
-        return []
-    return [torch.device(found.type, i) for i in range(torch.accelerator.device_count())]
 
 
 class RandomState:

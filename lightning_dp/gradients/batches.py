@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from typing import Any, TypeAlias, TypeGuard, cast
 
@@ -29,6 +30,7 @@ __all__ = [
     "call_training_step",
     "folding_in_force",
     "is_differentiable",
+    "is_image",
     "leaves",
     "loss_in",
     "map_leaves",
@@ -230,7 +232,7 @@ def map_leaves(batch: Any, function: Callable[[Any], Any], *, rows: bool = False
         return type(batch)(*(map_leaves(each, function, rows=rows) for each in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(map_leaves(each, function, rows=rows) for each in batch)
-    if _is_object_with_tensors(batch):
+    if _is_object_of_parts(batch):
         new = copy.copy(batch)
         for name, value in vars(batch).items():  # also of a frozen dataclass: it is ours
             object.__setattr__(new, name, map_leaves(value, function, rows=rows))
@@ -270,24 +272,30 @@ def _parts(batch: Any) -> Sequence[Any] | None:
         return list(batch.values())
     if isinstance(batch, list | tuple):
         return batch
-    return list(vars(batch).values()) if _is_object_with_tensors(batch) else None
+    return list(vars(batch).values()) if _is_object_of_parts(batch) else None
 
 
-def _is_object_with_tensors(part: Any, depth: int = _DEPTH) -> bool:
-    """Return whether it is an object of a user's class that holds tensors."""
+def _is_object_of_parts(part: Any, depth: int = _DEPTH) -> bool:
+    """Return whether it is a dataclass, or an object of a user's class that holds tensors or images."""
     if isinstance(part, Tensor | np.ndarray | nn.Module | type) or not hasattr(part, "__dict__"):
         return False
-    return any(_holds_tensor(value, depth) for value in vars(part).values())
+    return is_dataclass(part) or any(_holds_tensor(value, depth) for value in vars(part).values())
 
 
 def _holds_tensor(part: Any, depth: int) -> bool:
-    if isinstance(part, Tensor | np.ndarray):
+    if isinstance(part, Tensor | np.ndarray) or is_image(part):
         return True
     if isinstance(part, Mapping):
         return any(_holds_tensor(each, depth) for each in part.values())
     if isinstance(part, list | tuple):
         return any(_holds_tensor(each, depth) for each in part)
-    return depth > 0 and _is_object_with_tensors(part, depth - 1)
+    return depth > 0 and _is_object_of_parts(part, depth - 1)
+
+
+def is_image(part: object) -> bool:
+    """Return whether it is an image of Pillow."""
+    images: Any = sys.modules.get("PIL.Image")
+    return images is not None and isinstance(part, images.Image)
 
 
 # -- rows of records ------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class RecordsAlone:
         """
         self._outputs = []
         self._noted.forget()
-        places = torch.arange(len(batches)).split(1)
+        places = torch.split(torch.arange(len(batches)), 1)
         return [
             (partial(self._run, forward, place, []), batch)
             for place, batch in zip(places, batches, strict=True)
