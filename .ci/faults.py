@@ -189,6 +189,7 @@ FAULTS = (
     Fault("constant_losses_pass", "not bool((first.norms > _NOTHING).any())", "and False"),
     Fault("norms_not_judged", "before.norms.clamp(min=1.0)).sum().abs() * (n / k)", " * 0"),
     Fault("a_rule_that_reads_is_public", "return stops(_unreadable(reads))", " or True  #"),
+    Fault("callbacks_mix_records", "not (is_same or self._step.one_record)", "and False"),
     Fault("stops_by_state_are_public", "_put(now, self._ever, sign * _FAR", " * 0"),
     Fault(
         "weights_of_hooks_saved",

@@ -17,7 +17,7 @@ from lightning_dp._refusals import Refusal, RefusedRun
 from lightning_dp._snapshot import RandomState
 from lightning_dp._world import held_here, is_sharded
 from lightning_dp.boundary import BoundedSum, Query, bounded_sum
-from lightning_dp.clipping import Flat, Rescaling
+from lightning_dp.clipping import CountedGradients, Flat, Rescaling
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients.base import (
     ALONE,
@@ -35,7 +35,6 @@ from lightning_dp.gradients.batches import (
     is_differentiable,
     loss_in,
 )
-from lightning_dp.gradients.clip_count import CountedGradients
 from lightning_dp.gradients.compiled import CompiledParts, as_written
 from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.gradients.graph import CoupledLossError, check_loss_graph

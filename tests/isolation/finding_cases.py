@@ -212,6 +212,23 @@ class EditsAtBatchStart(L.Callback):
         batch[0].copy_(coherent(batch[0]))
 
 
+class ReplacesAtBatchStart(L.Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        batch[0] = coherent(batch[0])
+
+
+class ReadsAtBatchStart(L.Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.seen = float(batch[0].mean()), batch[0].clone().zero_()
+
+
+bad("sum", "written_in_a_callback", n=512, data=marked, callbacks=lambda: [EditsAtBatchStart()])(
+    Base
+)
+bad("sum", "exchanged_in_a_callback", n=8, callbacks=lambda: [ReplacesAtBatchStart()])(Base)
+ordinary("sum", "read_in_a_callback", callbacks=lambda: [ReadsAtBatchStart()])(Base)
+
+
 def coherent_collate(rows: list[Any]) -> Any:
     x, y = default_collate(rows)
     return coherent(x), y

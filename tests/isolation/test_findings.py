@@ -55,8 +55,6 @@ def some(table, count):
         kinds[case.kind] += 1
         is_slow = kinds[case.kind] % 2 == 0 or kinds[case.kind] > 2 * count
         marks = [pytest.mark.slow] if is_slow else []
-        if name == "sum-coherent_in_a_callback":
-            marks.append(pytest.mark.xfail(reason="callbacks are never run twice", strict=True))
         yield pytest.param(name, marks=marks)
 
 
