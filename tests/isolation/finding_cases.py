@@ -222,11 +222,9 @@ class ReadsAtBatchStart(L.Callback):
         self.seen = float(batch[0].mean()), batch[0].clone().zero_()
 
 
-bad("sum", "written_in_a_callback", n=512, data=marked, callbacks=lambda: [EditsAtBatchStart()])(
-    Base
-)
-bad("sum", "exchanged_in_a_callback", n=8, callbacks=lambda: [ReplacesAtBatchStart()])(Base)
-ordinary("sum", "read_in_a_callback", callbacks=lambda: [ReadsAtBatchStart()])(Base)
+bad("callback", "writes_a_batch", n=512, data=marked, callbacks=lambda: [EditsAtBatchStart()])(Base)
+bad("callback", "exchanges_a_batch", n=8, callbacks=lambda: [ReplacesAtBatchStart()])(Base)
+ordinary("callback", "reads_a_batch", callbacks=lambda: [ReadsAtBatchStart()])(Base)
 
 
 def coherent_collate(rows: list[Any]) -> Any:
