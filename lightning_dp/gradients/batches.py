@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, is_dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeAlias, TypeGuard, cast
 
 import numpy as np
@@ -26,15 +26,18 @@ __all__ = [
     "Layout",
     "RowOwners",
     "SampleBatch",
+    "SampleRows",
     "Singles",
     "call_training_step",
     "folding_in_force",
     "is_differentiable",
     "is_image",
+    "joined",
     "leaves",
     "loss_in",
     "map_leaves",
     "rows_of_records",
+    "whole_batch",
     "with_loss",
 ]
 
@@ -296,6 +299,77 @@ def is_image(part: object) -> bool:
     """Return whether it is an image of Pillow."""
     images: Any = sys.modules.get("PIL.Image")
     return images is not None and isinstance(part, images.Image)
+
+
+# -- what groups of samples gave --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRows:
+    """A value that each sample has its own of, shape (n, ...)."""
+
+    rows: Tensor
+
+
+def joined(parts: Sequence[Any], places: Sequence[Tensor]) -> Any:
+    """Return arguments of several groups as those of the batch.
+
+    A list holds an entry for each row, whatever is in it; other containers are looked into.
+    """
+    first = parts[0]
+    if isinstance(first, dict):
+        return {key: joined([part[key] for part in parts], places) for key in first}
+    if isinstance(first, tuple):
+        return tuple(joined(column, places) for column in zip(*parts, strict=True))
+    if isinstance(first, list):
+        lists = [
+            [map_leaves(each, partial(_own, i=i)) for each in part]
+            for part, at in zip(parts, places, strict=True)
+            for i in range(len(at))
+        ]
+        return [each for i in _order(places) for each in lists[i]]
+    if not any(isinstance(part, SampleRows) for part in parts):
+        is_number = isinstance(first, int | float | Tensor)
+        if not is_number or all(_is_same(first, part) for part in parts):
+            return first
+    if len(parts) == 1:
+        return first
+    of_each = [
+        row for part, at in zip(parts, places, strict=True) for row in _rows_of(part, len(at))
+    ]
+    ordered = [of_each[i] for i in _order(places)]
+    if len({row.shape for row in ordered}) == 1:
+        return SampleRows(torch.stack(ordered))
+    return SampleRows(torch.cat(ordered).unsqueeze(1))
+
+
+def _order(places: Sequence[Tensor]) -> list[int]:
+    order: list[int] = torch.cat(list(places)).argsort().tolist()
+    return order
+
+
+def _rows_of(part: Any, n: int) -> Tensor:
+    if isinstance(part, SampleRows):
+        return part.rows
+    value = torch.as_tensor(part)
+    return value.expand(n, *value.shape)
+
+
+def _own(value: Any, i: int) -> Any:
+    return value.rows[i] if isinstance(value, SampleRows) else value
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def whole_batch(value: Any) -> Any:
+    """Return the rows of all samples: (n, b, ...) as (n · b, ...), and numbers as (n,)."""
+    if not isinstance(value, SampleRows):
+        return value
+    return value.rows.flatten(0, 1) if value.rows.dim() > 1 else value.rows
 
 
 # -- rows of records ------------------------------------------------------------------------------

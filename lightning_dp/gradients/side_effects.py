@@ -17,7 +17,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_dp._refusals import warn
 from lightning_dp._snapshot import Snapshot
 from lightning_dp.gradients.base import Around
-from lightning_dp.gradients.batches import map_leaves
+from lightning_dp.gradients.batches import SampleRows, joined, map_leaves, whole_batch
 from lightning_dp.gradients.record_calls import (
     CallRecorder,
     DifferentPaths,
@@ -46,13 +46,6 @@ _NUMBER = (
     "which each record has to run by itself, slowly. Log the tensor: self.log({0!r}, loss), or "
     "loss.detach()."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _OfSamples:
-    """A value that each sample has its own of, shape (n, ...)."""
-
-    rows: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +178,7 @@ class NotedCalls:
             return value
         if id(value) in self._later:
             return self._later[id(value)][1]
-        return _OfSamples(rows(value).detach()) if is_sample(value) else value.detach()
+        return SampleRows(rows(value).detach()) if is_sample(value) else value.detach()
 
     def _promised(self, recorder: CallRecorder, later: _Later) -> Tensor:
         value = recorder.only_logged(torch.full((), torch.nan))
@@ -216,7 +209,7 @@ class NotedCalls:
                 kwargs = self._entry([call.kwargs for call in calls], places, read_numbers)
             else:
                 given = [(call.args, call.kwargs) for call in calls]
-                args, kwargs = map_leaves(_joined(given, places), _whole)
+                args, kwargs = map_leaves(joined(given, places), whole_batch)
             args, kwargs = map_leaves((args, kwargs), now)
             results[key] = getattr(calls[0].part, key[0])(*args, **kwargs)
         self.forget()
@@ -228,19 +221,19 @@ class NotedCalls:
         entry = dict(given[0])
         if (size := entry.get("batch_size")) is not None:
             sizes = [
-                each["batch_size"].rows.sum() if isinstance(size, _OfSamples)
+                each["batch_size"].rows.sum() if isinstance(size, SampleRows)
                 else each["batch_size"] * len(at)
                 for each, at in zip(given, places, strict=True)
             ]  # fmt: skip
             entry["batch_size"] = int(sum(sizes))
         if "value" in entry:
             values = [each["value"] for each in given]
-            value = _joined(values, places)
-            if isinstance(value, _OfSamples):
+            value = joined(values, places)
+            if isinstance(value, SampleRows):
                 if read_numbers and all(isinstance(each, int | float) for each in values):
                     self._warn_of_numbers(entry["name"])
                 entry["value"] = _over_records(
-                    _whole(value).flatten(), entry.get("reduce_fx", "mean")
+                    whole_batch(value).flatten(), entry.get("reduce_fx", "mean")
                 )
         return entry
 
@@ -337,76 +330,12 @@ def _in_order(groups: Sequence[Sequence[_Key]]) -> list[_Key]:
     return found
 
 
-# -- arguments of calls that groups made, as those of one call for the batch -----------------------
-
-
-def _joined(parts: Sequence[Any], places: Sequence[Tensor]) -> Any:
-    """Return arguments of several groups as those of the batch.
-
-    A list holds an entry for each row, whatever is in it; other containers are looked into.
-    """
-    first = parts[0]
-    if isinstance(first, dict):
-        return {key: _joined([part[key] for part in parts], places) for key in first}
-    if isinstance(first, tuple):
-        return tuple(_joined(column, places) for column in zip(*parts, strict=True))
-    if isinstance(first, list):
-        lists = [
-            [map_leaves(each, partial(_own, i=i)) for each in part]
-            for part, at in zip(parts, places, strict=True)
-            for i in range(len(at))
-        ]
-        return [each for i in _order(places) for each in lists[i]]
-    if not any(isinstance(part, _OfSamples) for part in parts):
-        is_number = isinstance(first, int | float | Tensor)
-        if not is_number or all(_is_same(first, part) for part in parts):
-            return first
-    if len(parts) == 1:
-        return first
-    of_each = [
-        row for part, at in zip(parts, places, strict=True) for row in _rows_of(part, len(at))
-    ]
-    ordered = [of_each[i] for i in _order(places)]
-    if len({row.shape for row in ordered}) == 1:
-        return _OfSamples(torch.stack(ordered))
-    return _OfSamples(torch.cat(ordered).unsqueeze(1))
-
-
-def _order(places: Sequence[Tensor]) -> list[int]:
-    order: list[int] = torch.cat(list(places)).argsort().tolist()
-    return order
-
-
-def _rows_of(part: Any, n: int) -> Tensor:
-    if isinstance(part, _OfSamples):
-        return part.rows
-    value = torch.as_tensor(part)
-    return value.expand(n, *value.shape)
-
-
 def _of_one(value: Any) -> Any:
     """Return a leaf of one sample's arguments as those of samples are kept."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (is_number or isinstance(value, Tensor)):
         return value
-    return _OfSamples(torch.as_tensor(value).detach().unsqueeze(0))
-
-
-def _own(value: Any, i: int) -> Any:
-    return value.rows[i] if isinstance(value, _OfSamples) else value
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
-
-
-def _whole(value: Any) -> Any:
-    """Return the rows of all samples: (n, b, ...) as (n · b, ...), and numbers as (n,)."""
-    if not isinstance(value, _OfSamples):
-        return value
-    return value.rows.flatten(0, 1) if value.rows.dim() > 1 else value.rows
+    return SampleRows(torch.as_tensor(value).detach().unsqueeze(0))
 
 
 def _over_records(values: Tensor, reduce_fx: Any) -> Tensor:
