@@ -407,7 +407,7 @@ class RowOwners:
 
     @cached_property
     def row_shares(self) -> Tensor:
-        """N / (n r_i) of each row of unit i, shape (N,): engines give n/N times the sum over rows."""
+        """Factors N / (n r_i) of the rows of unit i, shape (N,): sums times n/N become means."""
         if self.shares is not None:
             return self.shares
         return (len(self.owners) / (self.records * self.counts.double()))[self.owners]
