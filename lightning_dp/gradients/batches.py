@@ -407,7 +407,7 @@ class RowOwners:
 
     @cached_property
     def row_shares(self) -> Tensor:
-        """Factors N / (n r_i) of the rows of unit i, shape (N,): sums times n/N become means."""
+        """Factors N / (n r_i) of the rows of unit i, shape (N,), which make means of sums times n/N."""
         if self.shares is not None:
             return self.shares
         return (len(self.owners) / (self.records * self.counts.double()))[self.owners]
