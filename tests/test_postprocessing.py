@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -52,54 +49,6 @@ def apply_all(processor: AbstractPostProcessor, estimates: list[Tensor]) -> list
         result, state = processor.apply(state, estimate)
         results.append(result)
     return results
-
-
-class TestContract:
-    """What every post-processor promises."""
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    def test_it_keeps_length_and_type(self, processor, dtype):
-        for result in apply_all(processor, releases(3, dtype)):
-            assert result.shape == (SIZE,)
-            assert result.dtype == dtype
-
-    def test_it_is_a_pure_function_of_its_arguments(self, processor):
-        first, second = (torch.stack(apply_all(processor, releases(4))) for _ in range(2))
-        assert torch.equal(first, second)
-
-    def test_it_changes_none_of_its_arguments(self, processor):
-        state = processor.init(PARAMS)
-        for estimate in releases(3):
-            before = copy.deepcopy((state, estimate))
-            _, following = processor.apply(state, estimate)
-            assert repr((state, estimate)) == repr(before)
-            state = following
-
-    def test_it_is_linear_in_the_releases(self, processor):
-        once = torch.stack(apply_all(processor, releases(4)))
-        doubled = torch.stack(apply_all(processor, [2 * release for release in releases(4)]))
-        torch.testing.assert_close(doubled, 2 * once)
-
-    @pytest.mark.parametrize("saved_after", [0, 2])
-    def test_it_resumes_from_a_checkpoint(self, processor, saved_after):
-        expected = apply_all(processor, releases(5))
-        state = processor.init(PARAMS)
-        for number, estimate in enumerate(releases(5)):
-            if number == saved_after:
-                file = io.BytesIO()
-                torch.save(state, file)
-                file.seek(0)
-                state = torch.load(file, weights_only=True)
-            result, state = processor.apply(state, estimate)
-            assert torch.equal(result, expected[number])
-
-    def test_it_is_frozen_configuration(self, processor):
-        for name in [f.name for f in dataclasses.fields(processor)]:
-            with pytest.raises(dataclasses.FrozenInstanceError):
-                setattr(processor, name, 0)
-
-    def test_its_repr_is_the_call_that_made_it(self, processor):
-        assert eval(repr(processor), vars(postprocessing)) == processor
 
 
 def test_every_postprocessor_is_tested():
@@ -166,23 +115,6 @@ def test_per_parameter_each_one_is_a_circle(sigma, dense):
     found = smoothed(LaplacianSmoothing(sigma, per_parameter=True), estimate())
     np.testing.assert_allclose(found.numpy(), np.concatenate(exact), rtol=1e-5, atol=1e-6)
     assert not np.allclose(found, smoothed(LaplacianSmoothing(sigma), estimate()), atol=0.05)
-
-
-@pytest.mark.parametrize("per_parameter", [False, True])
-def test_sigma_0_is_the_identity(per_parameter):
-    assert torch.equal(smoothed(LaplacianSmoothing(0.0, per_parameter), estimate()), estimate())
-
-
-@pytest.mark.parametrize(("sigma", "energy"), [(1.0, 0.268), (2.0, 0.185), (3.0, 0.149)])
-def test_noise_loses_the_energy_that_the_docstring_says(sigma, energy):
-    params = [torch.zeros(200_000)]
-    v = torch.randn(200_000, generator=torch.Generator().manual_seed(1))
-    processor = LaplacianSmoothing(sigma)
-    u, _ = processor.apply(processor.init(params), v)
-    assert float(u.square().sum() / v.square().sum()) == pytest.approx(energy, rel=0.01)
-    assert (1 + 2 * sigma) / (1 + 4 * sigma) ** 1.5 == pytest.approx(energy, abs=5e-4)
-    gamma = (v @ u) / (v @ v)
-    assert float(gamma) == pytest.approx(1 / math.sqrt(1 + 4 * sigma), rel=0.01)
 
 
 @pytest.mark.parametrize("sigma", [-0.5, math.nan, math.inf])
@@ -330,8 +262,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[nn.Linear], Any], Callable[[], Update]]] =
 
 
 @pytest.mark.parametrize("sampling", [None, FullBatch()], ids=["Poisson", "full batch"])
-@pytest.mark.parametrize("sigma", [0.2, 3.0])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "sigma"), [("DP-LSSGD", 0.2), ("DP-LSAdam", 3.0)])
 def test_without_noise_it_is_the_numpy_twin(name, sigma, sampling, records, make_trainer, dense):
     configure, update = OPTIMIZERS[name]
     more = {} if sampling is None else {"sampling": sampling}
@@ -372,23 +303,6 @@ def test_with_noise_and_a_schedule_it_is_the_numpy_twin(name, records, make_trai
 
     assert len(drawn) == 12
     np.testing.assert_allclose(model.flat(), expected, rtol=1e-8, atol=1e-10)
-
-
-def test_per_parameter_the_weight_and_the_bias_are_smoothed_apart(records, make_trainer, dense):
-    configure, update = OPTIMIZERS["DP-LSSGD"]
-    model, start, _ = train(
-        *(make_trainer, records, configure),
-        postprocessing=[LaplacianSmoothing(2.0, per_parameter=True)],
-    )
-
-    of_weight, of_bias = dense(CLASSES * FEATURES, 2.0), dense(CLASSES, 2.0)
-
-    def smooth(v: Array) -> Array:
-        weight, bias = np.split(v, [CLASSES * FEATURES])
-        return np.concatenate([np.linalg.solve(of_weight, weight), np.linalg.solve(of_bias, bias)])
-
-    expected = twin(start, records, model.batches, 20, smooth, update())
-    np.testing.assert_allclose(model.flat(), expected, rtol=1e-9, atol=1e-11)
 
 
 def test_parameter_groups_share_one_circle_and_keep_their_rates(records, make_trainer, dense):
@@ -466,17 +380,6 @@ def test_it_composes_with_momentum_in_either_order(momentum_first, records, make
     np.testing.assert_allclose(model.flat(), expected, rtol=1e-9, atol=1e-11)
 
 
-def test_it_costs_no_privacy(records, make_trainer):
-    configure = OPTIMIZERS["DP-LSSGD"][0]
-    spent = [
-        train(make_trainer, records, configure, noise_multiplier=2.0, postprocessing=chain)[2]
-        for chain in ([], [LaplacianSmoothing(1.0)])
-    ]
-    assert spent[0].steps == spent[1].steps == 12
-    assert spent[0].epsilon == pytest.approx(spent[1].epsilon, rel=1e-9)
-    assert 1 < spent[0].epsilon < math.inf
-
-
 @pytest.mark.parametrize("per_parameter", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(
@@ -502,17 +405,3 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(
     resumed, _ = fit(9, ckpt_path=tmp_path / "mid.ckpt", weights_only=True)
 
     np.testing.assert_allclose(resumed.flat(), whole.flat(), rtol=0, atol=1e-12)
-
-
-def test_another_sigma_in_the_checkpoint_is_refused(records, make_trainer, tmp_path):
-    loader = DataLoader(records, batch_size=20)
-
-    def fit(sigma: float, **more: Any) -> L.Trainer:
-        privacy = private(noise_multiplier=2.0, postprocessing=[LaplacianSmoothing(sigma)])
-        trainer = make_trainer(max_steps=2 + len(more), callbacks=[privacy])
-        trainer.fit(Softmax(OPTIMIZERS["DP-LSSGD"][0]), loader, **more)
-        return trainer
-
-    fit(1.0).save_checkpoint(tmp_path / "one.ckpt")
-    with pytest.raises(ValueError, match=r"sigma=1\.0.*sigma=2\.0"):
-        fit(2.0, ckpt_path=tmp_path / "one.ckpt", weights_only=True)
