@@ -21,7 +21,6 @@ from lightning_dp.accounting.base import epsilon_text
 from lightning_dp.accounting.journal import Charges, Journal, read_written
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report import totals
-from lightning_dp.schedules import Exponential
 from lightning_dp.strategies import earlier_training
 from tests.zoo import private
 
@@ -172,25 +171,6 @@ def test_models_that_nobody_trained_are_nobodys(classifier, mlp, fit, another_pr
     fit(plain)
 
 
-def test_zeros_and_ones_are_nobodys_weights(classifier, fit, another_process):
-    class Frozen(nn.Sequential):
-        pass
-
-    def net() -> nn.Module:
-        return Frozen(nn.Linear(6, 3), nn.LayerNorm(3))
-
-    fit(classifier(net()))
-    another_process()
-    fit(classifier(net()))
-
-
-def test_it_is_said_once_for_each_two_ledgers(classifier, mlp, fit, make):
-    model, second = classifier(mlp()), make()
-    fit(model)
-    warned(lambda: fit(model, second))
-    fit(model, second)
-
-
 # -- the folder ----------------------------------------------------------------------------
 
 
@@ -258,12 +238,3 @@ def test_damaged_and_long_journals_are_named_and_cost_little(
     assert re.search(
         r"\d+ of them are too long to be added up now; python -m lightning_dp.report", line
     )
-
-
-def test_a_long_schedule_is_added_up_from_above(classifier, mlp, fit, make):
-    privacy = make(noise_schedule=Exponential(0.0005), noise_multiplier=8.0)
-    fit(classifier(mlp()), privacy, max_steps=3)
-    spent = [(PoissonGaussian(1.5 + i * 1e-4, RATE), 1) for i in range(300)]
-    exact = PLDAccountant().epsilon([*spent, *privacy._run.ledger.history()], DELTA)
-    bound = privacy._run.epsilon_beside(spent)
-    assert exact <= bound <= 1.03 * exact

@@ -101,20 +101,6 @@ def test_auto_takes_an_engine_that_covers_the_model(train, make, description):
     torch.testing.assert_close(weights, expected, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize(
-    ("make", "description"),
-    [
-        (plain, "ghost"),
-        (WithGate, "records, since layers does not cover this model: net.gated"),
-    ],
-)
-def test_a_second_backward_pass_gives_the_same_training(train, make, description):
-    expected, _ = train("auto", make)
-    weights, engine = train("ghost", make)
-    assert engine.startswith(description)
-    torch.testing.assert_close(weights, expected, rtol=0, atol=2e-6)
-
-
 def test_differences_do_not_depend_on_the_engine(train):
     options = {
         "max_grad_norm": None,
@@ -133,28 +119,6 @@ def test_differences_do_not_depend_on_the_engine(train):
 def test_a_named_engine_does_not_fall_back(train):
     with pytest.raises(TypeError, match=r"gated.*engine"):
         train("hooks", WithGate)
-
-
-def test_a_layer_of_two_tensors_is_covered(train):
-    expected, _ = train("one_by_one", WithGate)
-    weights, engine = train("auto", WithGate)
-    assert engine.startswith("records, since layers does not cover this model: net.gated")
-    torch.testing.assert_close(weights, expected, rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("engine", ["auto", "ghost", "hooks"])
-def test_an_own_backward_runs_as_it_is(engine, classifier, train):
-    calls: list[bool] = []
-
-    class Own(classifier):  # type: ignore[misc, valid-type]
-        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            calls.append(True)
-            loss.backward(*args, **kwargs)
-
-    expected, _ = train(engine, plain)
-    weights, _ = train(engine, plain, kind=Own)
-    torch.testing.assert_close(weights, expected, rtol=0, atol=2e-6 if engine == "ghost" else 0)
-    assert len(calls) == 8
 
 
 @pytest.mark.parametrize(

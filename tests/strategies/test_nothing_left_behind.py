@@ -85,24 +85,6 @@ def traces(model: nn.Module):
     return found
 
 
-def test_traces_see_what_opacus_attaches(mlp):
-    """Otherwise the tests below would see nothing either."""
-    from opacus.grad_sample.grad_sample_module import GradSampleHooks
-
-    net = mlp()
-    before = traces(net)
-    hooks = GradSampleHooks(net)
-    attached = traces(net)
-    assert {name for name in before if before[name] != attached[name]} >= {
-        "0 _forward_hooks",
-        "0 _backward_hooks",
-        "0.weight attributes",
-    }
-    net(torch.zeros(2, 6)).sum().backward()
-    hooks.cleanup()
-    assert traces(net) != before  # it forgets some attributes
-
-
 @pytest.mark.parametrize("checks", [True, False])
 def test_a_fit_leaves_what_a_plain_fit_leaves(checks, failing, mlp, loader, make_trainer):
     privacy, models = private(checks=Checks(dry_run=checks, comparisons=checks)), []
@@ -189,21 +171,6 @@ def test_gradients_of_the_last_step_are_private_or_gone(classifier, mlp, fit):
     assert all(float(grad.abs().mean()) > 1e3 for grad in left)
 
 
-def test_accumulation_is_restored_after_full_batches(classifier, mlp, fit):
-    privacy = private(sampling=FullBatch())
-    seen = []
-
-    class Watches(classifier):
-        def on_train_batch_end(self, *args):
-            seen.append(self.trainer.accumulate_grad_batches)
-
-    trainer = fit(Watches(mlp()), privacy, max_epochs=2)
-
-    assert set(seen) == {10}
-    assert trainer.global_step == privacy.steps == 2
-    assert trainer.accumulate_grad_batches == 1
-
-
 def test_accumulation_is_restored_after_an_exception(failing, mlp, loader, make_trainer):
     trainer, model = (
         make_trainer(max_epochs=2, callbacks=[private(sampling=FullBatch())]),
@@ -250,17 +217,6 @@ def test_the_same_trainer_validates_tests_and_predicts_before_and_after(
 
     assert privacy.steps == 20  # evaluation charges nothing
     assert after < before
-
-
-def test_a_checkpoint_saved_after_the_fit_holds_the_ledger(privacy, classifier, mlp, fit, tmp_path):
-    trainer = fit(classifier(mlp()), privacy, max_steps=3)
-
-    for weights_only in (False, True):
-        trainer.save_checkpoint(tmp_path / "late.ckpt", weights_only=weights_only)
-        saved = torch.load(tmp_path / "late.ckpt", weights_only=True)
-        runs = saved["lightning_dp"]["ledger"]["runs"]
-        event = {"event": "PoissonGaussian", "noise_multiplier": 1.0, "sample_rate": 0.1}
-        assert list(runs.values()) == [[[event, 3]]]
 
 
 def test_an_ordinary_trainer_after_a_private_one_is_ordinary(

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import Checks, CubicNewton, Diff2, FullBatch, Poisson
-from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import Storm
 from lightning_dp.gradients import UnsupportedModelError
@@ -416,15 +415,6 @@ def test_a_record_without_a_loss_contributes_zero(released_sum):
     torch.testing.assert_close(released_sum(Skips()), expected, rtol=0, atol=1e-5)
 
 
-def test_a_module_that_never_gives_a_loss_ends_the_run(fit):
-    class Silent(Base):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            super().training_step(batch, batch_idx)
-
-    with pytest.raises(VoidedRunError, match="no gradient for any record of the first batch"):
-        fit(Silent())
-
-
 def test_a_record_that_is_not_finite_contributes_zero(released_sum):
     data = records()
     data.tensors[0][3] = float("nan")
@@ -442,20 +432,6 @@ def test_poisson_batches_with_empty_chunks(fit):
         trainer={"max_steps": 12, "accumulate_grad_batches": 2},
     )
     assert trainer.global_step == 12 and privacy.report().steps == 12
-
-
-def test_workers_hand_over_both_kinds_of_batches(fit, weights):
-    here, there = Base(), Base()
-    fit(here)
-    fit(there, workers=1)
-    assert torch.equal(weights(here), weights(there))
-
-
-def test_layers_in_eval_mode_train(released_sum):
-    model = Base()
-    model.net.eval()
-    expected = clipped_by_a_loop(Base(), records())
-    torch.testing.assert_close(released_sum(model), expected, rtol=0, atol=1e-5)
 
 
 # -- what is told of the records together: in logs, metrics, hooks and the report ----------------
@@ -484,32 +460,6 @@ def test_what_is_logged_and_counted_is_that_of_the_batch(fit):
         seen.append({k: round(v, 5) for k, v in metrics.items() if "count" not in k})
     assert seen[0] == seen[1]
     assert {"accuracy_step", "accuracy_epoch", "loss_step", "total"} <= set(seen[0])
-
-
-def test_hooks_see_the_batch_and_one_output(fit):
-    seen: list[Any] = []
-
-    class Watch(L.Callback):
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            seen.append((len(batch[0]), outputs))
-
-    class Outputs(Base):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            return {"loss": loss, "size": len(batch[0])}
-
-    fit(Outputs(), batch_size=N, callbacks=[Watch()])
-    ((size, outputs),) = seen
-    assert size == N and outputs["size"] == [1] * N
-    assert outputs["loss"].shape == () and not outputs["loss"].requires_grad
-
-
-def test_the_report_says_that_records_run_alone(fit):
-    _, privacy = fit(Base(), checks=Checks(dry_run=False))
-    report = privacy.report()
-    assert report.isolation.startswith("by construction: each record runs alone")
-    assert report.mechanism["gradient engine"] == "one_by_one"
-    assert "not checked" not in report.summary()
 
 
 # -- refused before anything is charged ----------------------------------------------------------
@@ -567,13 +517,3 @@ def test_no_second_derivative_is_refused_with_a_cure(fit):
 
     with pytest.raises(UnsupportedModelError, match="an estimator without Hessians"):
         fit(NoSecond(), estimator=ESTIMATORS["cubic_newton"](), max_grad_norm=None)
-
-
-COUPLED = [Contrastive, Coupled]
-
-
-@pytest.mark.parametrize("kind", COUPLED)
-def test_refusals_of_other_engines_name_this_one(kind, fit):
-    """That it is a cure, another test shows."""
-    with pytest.raises(Exception, match=r"Or run each record alone with engine='one_by_one'"):
-        fit(kind(), engine="auto")

@@ -24,29 +24,6 @@ from tests.zoo import private
 DELTA = 1e-5
 
 
-def test_fused_adamw(privacy, classifier, mlp, loader, fit, assert_trained):
-    model = classifier(mlp(), lambda params: torch.optim.AdamW(params, lr=0.02, fused=True))
-
-    trainer = fit(model, privacy, max_epochs=2)
-
-    assert_trained(trainer, model, privacy, loader, classifier(mlp()), steps=20)
-
-
-def test_parameter_groups_with_their_own_learning_rates(privacy, classifier, mlp, fit):
-    net = mlp()
-    model = classifier(
-        net,
-        lambda _: torch.optim.SGD(
-            [{"params": net[0].parameters(), "lr": 0.0}, {"params": net[2].parameters()}], lr=0.3
-        ),
-    )
-
-    fit(model, privacy, max_epochs=1)
-
-    assert net[0].weight.equal(mlp()[0].weight)
-    assert not net[2].weight.equal(mlp()[2].weight)
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_one_cycle_schedule_over_the_estimated_steps(accumulate, privacy, classifier, mlp, fit):
     class OneCycle(classifier):
@@ -63,23 +40,6 @@ def test_one_cycle_schedule_over_the_estimated_steps(accumulate, privacy, classi
 
     assert model.cycle.total_steps == trainer.global_step == privacy.steps == 20 // accumulate
     assert model.cycle.last_epoch == model.cycle.total_steps
-
-
-def test_reduce_on_plateau(privacy, classifier, mlp, loader, fit):
-    class Plateau(classifier):
-        def configure_optimizers(self):
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
-                optimizer, patience=0, threshold=1e9, threshold_mode="abs"
-            )
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"},
-            }
-
-    trainer = fit(Plateau(mlp()), privacy, validate=loader, max_epochs=3)
-
-    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.1**2)
 
 
 def test_bf16_mixed(privacy, classifier, mlp, loader, fit, assert_trained):
@@ -110,12 +70,6 @@ def test_val_check_interval(interval, at, privacy, classifier, mlp, loader, make
 
     assert validated_at == at
     assert trainer.global_step == privacy.steps == 20
-
-
-def test_fast_dev_run(privacy, classifier, mlp, loader, fit):
-    trainer = fit(classifier(mlp()), privacy, validate=loader, fast_dev_run=2)
-
-    assert trainer.global_step == privacy.steps == 2
 
 
 def test_fast_dev_run_with_a_target(classifier, mlp, fit):
@@ -238,21 +192,6 @@ def test_torchmetrics_in_the_module(privacy, classifier, mlp, fit):
     assert 0.4 < float(trainer.callback_metrics["accuracy"]) <= 1
 
 
-def test_unused_parameters_get_noise_only(privacy, classifier, mlp, fit):
-    class Unused(classifier):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.never_called = nn.Linear(40, 40)
-
-    model = Unused(mlp(), lambda params: torch.optim.SGD(params, lr=1.0))
-    before = model.never_called.weight.detach().clone()
-
-    fit(model, privacy, max_steps=1)
-
-    moved = (model.never_called.weight - before).detach()
-    assert float(moved.std()) == pytest.approx(0.5 * 1.0 / 24, rel=0.15)
-
-
 def test_frozen_layers_do_not_move_and_take_no_part_of_the_norm(
     classifier, mlp, loader, fit, weights
 ):
@@ -337,16 +276,6 @@ def test_parameters_on_the_module_itself_are_trained(
 # -- what training_step may do and return, and what hooks around it see --------------------------
 
 
-def test_a_forward_pass_before_training_does_not_matter(privacy, classifier, mlp, fit):
-    class Draws(classifier):
-        def on_train_start(self):
-            self(torch.zeros(2, 6))  # as logger.experiment.add_graph does
-
-    trainer = fit(Draws(mlp()), privacy, max_epochs=1)
-
-    assert trainer.global_step == privacy.steps == 10
-
-
 @pytest.mark.parametrize("engine", ["auto", "records"])
 def test_a_forward_pass_beside_the_loss_is_no_part_of_it(
     engine, classifier, mlp, loader, make_trainer
@@ -378,26 +307,6 @@ def test_a_loss_kept_for_the_next_batch_is_refused(privacy, classifier, mlp, fit
         fit(Keeps(mlp()), privacy, max_epochs=1)
 
     assert privacy.steps == 2
-
-
-def test_training_step_may_return_a_dictionary(
-    privacy, classifier, mlp, loader, fit, assert_trained
-):
-    ends = []
-
-    class Dictionary(classifier):
-        def training_step(self, batch, batch_idx):
-            return {"loss": super().training_step(batch, batch_idx), "rows": len(batch[0])}
-
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            ends.append(outputs["rows"] == len(batch[0]))
-
-    model = Dictionary(mlp(), lambda params: torch.optim.SGD(params, lr=0.5))
-
-    trainer = fit(model, privacy, max_epochs=2)
-
-    assert ends == [True] * 20
-    assert_trained(trainer, model, privacy, loader, classifier(mlp()), steps=20)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

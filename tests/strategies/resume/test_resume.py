@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
@@ -458,31 +457,6 @@ def test_manual_optimization_resumes(fit, save_at, tmp_path):
     resumed = fit(tmp_path / "mid.ckpt")
     assert resumed.trainer.global_step == 24
     assert resumed.privacy.steps == 24 + 8
-
-
-def test_a_number_written_otherwise_resumes(fit, save_at, tmp_path):
-    """YAML says 1 where Python says 1.0."""
-    was = {
-        "max_grad_norm": 1,
-        "noise_multiplier": 1,
-        "noise_schedule": Exponential(0),
-        "postprocessing": [Momentum(0)],
-    }
-    now = {
-        "max_grad_norm": np.float64(1.0),
-        "noise_multiplier": 1.0,
-        "noise_schedule": Exponential(np.float32(0.0)),
-        "postprocessing": (Momentum(0.0),),
-    }
-    fit(privacy=was, callbacks=(save_at(tmp_path / "a.ckpt", 0, 3),), max_steps=5)
-    assert fit(tmp_path / "a.ckpt", privacy=now, max_steps=6).trainer.global_step == 6
-
-
-def test_last_checkpoint_is_found_by_name(fit, tmp_path):
-    for steps in (7, 15):
-        saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
-        fitted = fit("last", callbacks=(saving,), max_steps=steps)
-        assert fitted.privacy.steps == fitted.trainer.global_step == steps
 
 
 def test_resume_with_loaders_that_are_reloaded_every_epoch(fit, save_at, tmp_path):
