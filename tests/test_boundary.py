@@ -143,10 +143,6 @@ def test_a_batch_size_that_is_not_positive_is_refused(size):
         Release(torch.zeros(1), 1.0).mean(size)
 
 
-def test_a_sum_does_not_print_its_values():
-    assert "7" not in repr(BoundedSum(torch.tensor([7777.0]), 1.0))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_answer_of_no_records_is_zeros_in_at_least_float32(dtype):
     params = [torch.ones(2, 3, dtype=dtype), torch.ones((), dtype=dtype)]
@@ -203,11 +199,6 @@ def test_only_the_boundary_draws_noise():
     assert callers("add_normal") == {"boundary.py"}
     for name in ("fill_normal", "draw_into", "_begin_to", "_draw_on_device"):
         assert callers(name) == {"_noise.py"}
-
-
-def test_a_constructor_call_would_be_found():
-    source = "x = [boundary.BoundedSum(v, 1.0)]\ndef f(): return Release(v, 0.0).mean(3)"
-    assert {"BoundedSum", "Release"} <= calls(source)
 
 
 # -- clipping: what bounds a record's influence, against a slow loop in float64 ------------------
@@ -293,12 +284,6 @@ def test_large_records_that_do_not_overflow_are_clipped_not_dropped(size):
     torch.testing.assert_close(total, torch.tensor([0.9, 1.2]))
 
 
-def test_when_every_record_is_bad_the_sum_is_zero():
-    gradients = [torch.full((3, 4), math.nan)]
-    total = bounded_sum(MaterialisedGradients([torch.zeros(4)], gradients, 1.0), 1.0)
-    assert total.value.tolist() == [0.0] * 4
-
-
 def test_an_unused_parameter_has_a_zero_sum_in_its_place():
     gradients = random_gradients(5)
     params = params_like(gradients)
@@ -310,13 +295,6 @@ def test_an_unused_parameter_has_a_zero_sum_in_its_place():
     expected = clipped_one_by_one([gradients[0], gradients[2]], 0.5)
     torch.testing.assert_close(flatten([first, last]).double(), expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(middle, torch.zeros(5))
-
-
-def test_a_model_that_used_no_parameter_has_no_records_and_a_zero_sum():
-    gradients = MaterialisedGradients([torch.zeros(3), torch.zeros(2)], [None, None], 1.0)
-
-    assert gradients.count == 0
-    assert bounded_sum(gradients, 1.0).value.tolist() == [0.0] * 5
 
 
 def test_bfloat16_gradients_are_summed_in_float32():
@@ -388,7 +366,6 @@ def test_a_sum_of_another_bound_is_not_added_to():
 
 DIMENSION = 20_000
 MULTIPLIER, CLIP_NORM = 1.7, 0.4
-CPU = torch.device("cpu")
 
 
 def noise_of(seed: int | None = 0) -> Tensor:
@@ -399,15 +376,6 @@ def noise_of(seed: int | None = 0) -> Tensor:
 def p_value(noise: Tensor, standard_deviation: float) -> float:
     normal = scipy.stats.norm(scale=standard_deviation)
     return float(scipy.stats.kstest(noise.numpy(), normal.cdf).pvalue)
-
-
-def test_noise_is_normal_with_standard_deviation_multiplier_times_clip_norm():
-    assert p_value(noise_of(), MULTIPLIER * CLIP_NORM) > 0.01
-
-
-@pytest.mark.parametrize("factor", [2 / 3, 3 / 2, 0.5, 2.0, 0.95, 1.05])
-def test_noise_of_another_scale_would_be_noticed(factor):
-    assert p_value(noise_of(), MULTIPLIER * CLIP_NORM * factor) < 1e-3
 
 
 def test_the_release_says_how_much_noise_it_has():
@@ -509,11 +477,6 @@ def test_every_entry_is_in_the_share_of_one_rank(size, ranks):
     assert [i for share in shares for i in range(size)[share]] == list(range(size))
 
 
-def test_without_noise_the_ranks_release_the_sum_of_their_sums():
-    totals = [torch.ones(4), torch.arange(4.0)]
-    assert torch.equal(release_on_ranks(totals, 0.0)[1], torch.arange(4.0) + 1)
-
-
 @pytest.mark.parametrize(("rank", "size"), [(1, 1), (-1, 2), (2, 2), (0, 0)])
 def test_a_rank_outside_the_world_is_refused(rank, size):
     with pytest.raises(ValueError, match=f"rank={rank}, size={size}"):
@@ -576,11 +539,6 @@ def test_no_record_moves_them_further():
         assert shift(OTHERS, [*OTHERS, record]) <= (1 + 1e-6) / Z
     for a, b in itertools.product([*records, CLIPPED, SHORT, AT_THE_NORM, -CLIPPED], repeat=2):
         assert shift([*OTHERS, a], [*OTHERS, b]) <= 2 * (1 + 1e-6) / Z
-
-
-def test_noise_for_the_gradient_alone_would_be_too_little():
-    difference = total_of([CLIPPED]).value.norm() / (Z * C)
-    assert difference > 1.004 / Z  # the tests above would fail
 
 
 def test_a_record_that_is_not_finite_counts_for_nothing():

@@ -29,24 +29,11 @@ def test_norms_of_long_rows_are_true_to_a_millionth(length):
     torch.testing.assert_close(per_sample_norms([rows]), truth, rtol=1e-6, atol=0)
 
 
-def test_a_long_row_of_equal_values_is_not_under_estimated():
-    """The case in which a float32 running sum stagnates: it would come out 1e-3 too small."""
-    rows = torch.full((1, 5_000_000), 0.1)
-    truth = rows[0, 0].double().item() * math.sqrt(5_000_000)
-
-    assert per_sample_norms([rows]).item() == pytest.approx(truth, rel=1e-6)
-
-
 def test_the_norm_of_a_record_goes_over_all_parameters():
     gradients = random_gradients(7)
     truth = torch.cat([gradient.double().flatten(1) for gradient in gradients], dim=1).norm(dim=1)
 
     torch.testing.assert_close(per_sample_norms(gradients), truth, rtol=1e-6, atol=0)
-
-
-def test_norms_of_scalar_parameters_and_of_a_single_record():
-    assert per_sample_norms([torch.tensor([3.0, -4.0])]).tolist() == [3.0, 4.0]
-    assert per_sample_norms([torch.tensor([[3.0, 4.0]])]).tolist() == [5.0]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -155,31 +142,6 @@ def test_rounding_stays_small_where_the_result_is_much_smaller_than_the_input(si
         assert off(laplacian_smoothing(v, sigma), exact) < 5e-7
 
 
-def test_the_response_to_one_entry_is_the_geometric_kernel():
-    sigma = 1.7
-    impulse = torch.zeros(400, dtype=torch.float64)
-    impulse[200] = 1
-    omega = (2 * sigma + 1 - math.sqrt(4 * sigma + 1)) / (2 * sigma)
-    distance = (torch.arange(400, dtype=torch.float64) - 200).abs()
-
-    kernel = omega**distance / math.sqrt(1 + 4 * sigma)
-
-    torch.testing.assert_close(laplacian_smoothing(impulse, sigma), kernel, rtol=1e-9, atol=1e-16)
-
-
-@pytest.mark.parametrize(("sigma", "size"), [(1.0, 11), (0.2, 500), (5000.0, 60)])
-def test_it_commutes_with_turning_and_reversing_the_circle(sigma, size):
-    v = noise(size, dtype=torch.float64)
-    u = laplacian_smoothing(v, sigma)
-
-    for shift in (1, 5, size - 1):
-        turned = laplacian_smoothing(v.roll(shift), sigma)
-        torch.testing.assert_close(turned, u.roll(shift), rtol=1e-12, atol=1e-14)
-    reversed_ = laplacian_smoothing(v.flip(0), sigma)
-    torch.testing.assert_close(reversed_, u.flip(0), rtol=1e-12, atol=1e-14)
-    assert not torch.allclose(u[0], u[1])
-
-
 @pytest.mark.parametrize("sigma", [1e-6, 1.0, 1e3, 1e12, 1e300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_constant_vector_stays_exactly_and_the_mean_of_any(sigma, dtype):
@@ -188,13 +150,6 @@ def test_a_constant_vector_stays_exactly_and_the_mean_of_any(sigma, dtype):
     v = noise(301, dtype=dtype)
     smooth = laplacian_smoothing(v, sigma)
     torch.testing.assert_close(smooth.double().mean(), v.double().mean(), rtol=1e-5, atol=1e-8)
-
-
-def test_a_huge_sigma_leaves_the_mean_only():
-    v = noise(50, dtype=torch.float64)
-    torch.testing.assert_close(
-        laplacian_smoothing(v, 1e14), v.mean().expand(50), rtol=1e-9, atol=1e-9
-    )
 
 
 @pytest.mark.parametrize("sigma", [1.0, 2.0, 3.0, 4.0, 5.0])
@@ -268,8 +223,3 @@ def test_a_sigma_that_is_negative_or_not_finite_is_refused(sigma):
 def test_other_numbers_are_refused(dtype):
     with pytest.raises(TypeError, match=f"floating-point numbers, not {dtype}"):
         laplacian_smoothing(torch.zeros(5, dtype=dtype), 1.0)
-
-
-def test_a_number_that_is_no_vector_is_refused():
-    with pytest.raises(ValueError, match="at least one dimension"):
-        laplacian_smoothing(torch.tensor(1.0), 1.0)

@@ -10,7 +10,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -111,14 +110,6 @@ def test_its_state_goes_on_from_a_file_and_from_adamw():
     for each, of in ((adamw, plain), (continued, others)):
         stepped(each, of, 3, seed=2)
     assert all(map(torch.equal, plain, others))
-
-
-def test_bad_arguments_are_named():
-    for floor in (0.0, 1.5, math.nan):
-        with pytest.raises(ValueError, match=f"floor={floor}"):
-            DPAdamW(weights(), floor=floor)
-    with pytest.raises(ValueError, match="real parameters"):
-        DPAdamW([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
 
 
 # -- the variance of the noise -------------------------------------------------------------------
@@ -306,14 +297,3 @@ def test_a_private_run_learns_and_goes_on_as_if_it_had_not_stopped(kind, make_tr
     for name in ("noise_variance", "noise_average"):
         assert groups[0][name] == pytest.approx(groups[1][name], rel=1e-9)
         assert groups[0][name] > 0
-
-
-def test_a_model_trains_privately_with_averaged_weights(make_trainer):
-    """Lightning's own callback averages weights that were released: it costs nothing."""
-    x, y = records(240)
-    model, average = Classifier(network()), EMAWeightAveraging(decay=0.9)
-    privacy = private(noise_multiplier=0.5, checks=Checks())
-    make_trainer(max_epochs=6, callbacks=[privacy, average]).fit(model, data())
-    # At the end Lightning puts the average in the model.
-    assert float((model(x).argmax(1) == y).double().mean()) > 0.6
-    assert privacy.steps == 60 and privacy.report().private

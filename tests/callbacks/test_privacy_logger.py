@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 from lightning.pytorch.callbacks import (
@@ -156,22 +155,6 @@ def test_the_noise_multiplier_is_that_of_the_step_just_made(
     assert from_csv(logger, NOISE) == pytest.approx(expected)
 
 
-def test_values_stand_beside_the_users_own_metrics(classifier, mlp, loader, make_trainer, tmp_path):
-    class Logs(classifier):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            self.log("train_loss", loss)
-            return loss
-
-    logger = CSVLogger(tmp_path)
-    privacy = private(noise_multiplier=2.0)
-    trainer = make_trainer(max_epochs=1, log_every_n_steps=5, logger=logger, callbacks=[privacy])
-
-    trainer.fit(Logs(mlp()), loader)
-
-    assert from_csv(logger, EPSILON).keys() == from_csv(logger, "train_loss").keys() == {4, 9}
-
-
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_the_progress_bar_is_never_below_the_true_epsilon(
     accumulate, classifier, mlp, loader, make_trainer, at_each_step
@@ -202,21 +185,6 @@ def test_the_progress_bar_is_never_below_the_true_epsilon(
     assert float(shown[-1][1].split("/")[0]) == pytest.approx(privacy.epsilon, rel=1e-3, abs=1e-3)
 
 
-def test_epsilon_is_zero_in_the_progress_bar_before_the_first_step(
-    classifier, mlp, loader, make_trainer
-):
-    shown = []
-
-    class Watch(L.Callback):
-        def on_train_epoch_start(self, trainer, pl_module):
-            shown.append(trainer.progress_bar_metrics[EPSILON])
-
-    privacy = private(noise_multiplier=2.0)
-    make_trainer(max_epochs=2, callbacks=[privacy, Watch()]).fit(classifier(mlp()), loader)
-
-    assert shown == ["0", epsilon_text(true_epsilon(10))]
-
-
 def test_both_progress_bars_show_epsilon_beside_its_target(
     classifier, mlp, loader, make_trainer, capsys
 ):
@@ -230,15 +198,6 @@ def test_both_progress_bars_show_epsilon_beside_its_target(
         shown = epsilon_text(privacy.epsilon)
         printed = "".join(capsys.readouterr()).replace("\n", "").replace(" ", "")
         assert re.search(rf"privacy/epsilon[=:]{shown}/2", printed)
-
-
-def test_without_noise_the_progress_bar_says_infinity(classifier, mlp, loader, make_trainer):
-    privacy = private(noise_multiplier=0.0)
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
-
-    trainer.fit(classifier(mlp()), loader)
-
-    assert trainer.progress_bar_metrics[EPSILON] == "inf"
 
 
 def test_model_checkpoint_can_name_and_monitor_epsilon(
@@ -282,29 +241,6 @@ def test_early_stopping_can_watch_epsilon(at_validation, classifier, mlp, loader
 
     # Exact at the end of epochs: 10 and 20 steps are below the ceiling, 30 are above.
     assert trainer.global_step == 30
-
-
-def test_nothing_is_logged_through_the_module(classifier, mlp, loader, make_trainer):
-    """``self.log`` costs more than a private step of a small model."""
-
-    class Counts(classifier):
-        logged = ()
-
-        def log(self, name, *args, **kwargs):
-            self.logged += (name,)
-            super().log(name, *args, **kwargs)
-
-        def log_dict(self, dictionary, *args, **kwargs):
-            self.logged += tuple(dictionary)
-            super().log_dict(dictionary, *args, **kwargs)
-
-    model = Counts(mlp())
-    privacy = private(noise_multiplier=2.0)
-
-    make_trainer(max_epochs=1, log_every_n_steps=1, callbacks=[privacy]).fit(model, loader, loader)
-
-    assert "val_loss" in model.logged
-    assert not [name for name in model.logged if "privacy" in name]
 
 
 @pytest.mark.parametrize("last", [3, 1000, 10**6, 10**15])
