@@ -230,17 +230,24 @@ def test_a_batch_used_twice_or_past_the_strategy_is_refused(
 # -- Trainers, callbacks and tuners --------------------------------------------------------------
 
 
-class TakesIterator(L.LightningModule):
+class Line(L.LightningModule):
+    """One layer; can be pickled for a process that is spawned."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Linear(6, 3)
+        self.net, self.learning_rate, self.batch_size = nn.Linear(6, 3), 0.1, 24
 
-    def training_step(self, dataloader_iter: Any) -> Any:
-        batch, _, _ = next(dataloader_iter)
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return SGD(self.parameters(), lr=self.learning_rate)
+
+
+class TakesIterator(Line):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        batch, _, _ = next(dataloader_iter)
+        return cross_entropy(self.net(batch[0]), batch[1])
 
 
 def test_training_step_with_dataloader_iter_is_refused(
@@ -310,22 +317,8 @@ def test_a_callback_that_trains_past_the_ledger_is_refused(
     assert_refused(lambda: trainer.fit(model), f"{name} cannot be used.*{reason}", model)
 
 
-class FromModule(L.LightningModule):
-    """Brings its callback itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.learning_rate, self.batch_size = nn.Linear(6, 3), 0.1, 24
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
-
-
 def test_a_callback_that_the_model_brings_is_refused(fit, privacy, assert_refused):
-    model = FromModule()
+    model = Line()
     model.configure_callbacks = lambda: StochasticWeightAveraging(swa_lrs=0.1)  # type: ignore
 
     assert_refused(
@@ -335,7 +328,7 @@ def test_a_callback_that_the_model_brings_is_refused(fit, privacy, assert_refuse
 
 @pytest.mark.parametrize("method", ["lr_find", "scale_batch_size"])
 def test_a_tuner_is_refused(method, loader, make_trainer, privacy, assert_refused):
-    model, trainer = FromModule(), make_trainer(max_epochs=1, callbacks=[privacy])
+    model, trainer = Line(), make_trainer(max_epochs=1, callbacks=[privacy])
     model.train_dataloader = lambda: loader  # type: ignore[method-assign]
 
     assert_refused(
@@ -399,26 +392,17 @@ def test_changing_the_trained_parameters_during_fit_is_refused(
 # -- another package -------------------------------------------------------------------------------
 
 
-def of_another_package() -> tuple[Any, Any]:
-    """Return pytorch_lightning, and a model of its class."""
+def test_a_trainer_of_pytorch_lightning_is_refused(loader, tmp_path, privacy, assert_refused):
     pytorch_lightning = pytest.importorskip("pytorch_lightning")
 
     class Model(pytorch_lightning.LightningModule):  # type: ignore[name-defined, misc]
+        training_step, configure_optimizers = Line.training_step, Line.configure_optimizers
+
         def __init__(self) -> None:
             super().__init__()
-            self.net = nn.Linear(6, 3)
+            self.net, self.learning_rate = nn.Linear(6, 3), 0.1
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    return pytorch_lightning, Model()
-
-
-def test_a_trainer_of_pytorch_lightning_is_refused(loader, tmp_path, privacy, assert_refused):
-    pytorch_lightning, model = of_another_package()
+    model = Model()
     trainer = pytorch_lightning.Trainer(
         accelerator="cpu",
         max_epochs=1,
@@ -486,20 +470,6 @@ def test_a_forked_fit_is_refused(classifier, mlp, fit, privacy, assert_refused):
     )
 
 
-class Hookless(L.LightningModule):
-    """Can be pickled for a process that is spawned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(6, 3)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 @pytest.mark.parametrize(
     "strategy",
     ["ddp_fork", "ddp_notebook", pytest.param("ddp_spawn", marks=pytest.mark.slow)],
@@ -507,7 +477,7 @@ class Hookless(L.LightningModule):
 @pytest.mark.parametrize("devices", [1, 2])
 def test_the_refusal_of_a_copied_process_comes_from_the_parent(strategy, devices, fit, privacy):
     with pytest.raises(MisconfigurationException, match=r"spawn or fork.*devices=1") as refused:
-        fit(Hookless(), privacy, strategy=strategy, devices=devices, max_epochs=1)
+        fit(Line(), privacy, strategy=strategy, devices=devices, max_epochs=1)
 
     assert refused.value.__cause__ is None and refused.value.__suppress_context__
 
@@ -517,7 +487,7 @@ def test_several_devices_of_a_notebook_are_refused_in_the_parent(fit, privacy, m
     monkeypatch.setattr(connector, True)
 
     with pytest.raises(MisconfigurationException, match=r"spawn or fork.*strategy='ddp'"):
-        fit(Hookless(), privacy, devices=2, max_epochs=1)
+        fit(Line(), privacy, devices=2, max_epochs=1)
 
 
 def test_two_configurations_are_refused(loader, classifier, mlp, make_trainer, assert_refused):
@@ -564,8 +534,8 @@ def _no_processes_are_left() -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-class OneShardedLayer(L.LightningModule):
-    """One layer, sharded as a function says, over one process."""
+class OneShardedLayer(Line):
+    """One network, sharded as a function says, over one process."""
 
     def __init__(self, shard: Callable[[nn.Module, Any], object]) -> None:
         super().__init__()
@@ -573,12 +543,6 @@ class OneShardedLayer(L.LightningModule):
 
     def configure_model(self) -> None:
         self.shard(self.net, self.device_mesh["data_parallel"])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def in_one_shard(net: nn.Module, mesh: Any) -> object:
