@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -49,6 +52,54 @@ def apply_all(processor: AbstractPostProcessor, estimates: list[Tensor]) -> list
         result, state = processor.apply(state, estimate)
         results.append(result)
     return results
+
+
+class TestContract:
+    """What every post-processor promises."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_it_keeps_length_and_type(self, processor, dtype):
+        for result in apply_all(processor, releases(3, dtype)):
+            assert result.shape == (SIZE,)
+            assert result.dtype == dtype
+
+    def test_it_is_a_pure_function_of_its_arguments(self, processor):
+        first, second = (torch.stack(apply_all(processor, releases(4))) for _ in range(2))
+        assert torch.equal(first, second)
+
+    def test_it_changes_none_of_its_arguments(self, processor):
+        state = processor.init(PARAMS)
+        for estimate in releases(3):
+            before = copy.deepcopy((state, estimate))
+            _, following = processor.apply(state, estimate)
+            assert repr((state, estimate)) == repr(before)
+            state = following
+
+    def test_it_is_linear_in_the_releases(self, processor):
+        once = torch.stack(apply_all(processor, releases(4)))
+        doubled = torch.stack(apply_all(processor, [2 * release for release in releases(4)]))
+        torch.testing.assert_close(doubled, 2 * once)
+
+    @pytest.mark.parametrize("saved_after", [0, 2])
+    def test_it_resumes_from_a_checkpoint(self, processor, saved_after):
+        expected = apply_all(processor, releases(5))
+        state = processor.init(PARAMS)
+        for number, estimate in enumerate(releases(5)):
+            if number == saved_after:
+                file = io.BytesIO()
+                torch.save(state, file)
+                file.seek(0)
+                state = torch.load(file, weights_only=True)
+            result, state = processor.apply(state, estimate)
+            assert torch.equal(result, expected[number])
+
+    def test_it_is_frozen_configuration(self, processor):
+        for name in [f.name for f in dataclasses.fields(processor)]:
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(processor, name, 0)
+
+    def test_its_repr_is_the_call_that_made_it(self, processor):
+        assert eval(repr(processor), vars(postprocessing)) == processor
 
 
 def test_every_postprocessor_is_tested():

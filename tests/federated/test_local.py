@@ -203,13 +203,6 @@ def test_the_loaders_collate_function_batch_size_and_transfer_hooks_are_used(
     torch.testing.assert_close(answer.value.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_frozen_parameters_are_not_part_of_the_flat_vector(module, blobs):
-    module.net[0].requires_grad_(False)
-    local = LocalRecords(module, blobs)
-    answer = local.bounded_sum(Query((Term(),), 0.3, 0.0), range(5)).value
-    assert answer.shape == local.point.shape == (8 * 3 + 3,)
-
-
 def test_numbers_that_overflow_in_one_parameters_dtype_are_refused():
     """Flat, the model is float32; one of its layers is float16."""
     local = object.__new__(LocalRecords)
@@ -295,12 +288,6 @@ class Stream(IterableDataset[Tensor]):
 def test_data_that_cannot_be_sampled_is_refused(module, records, message):
     with pytest.raises(MisconfigurationException, match=message):
         LocalRecords(module, records)
-
-
-@pytest.mark.parametrize("arguments", [{"unit": "user"}, {"chunk_size": 0}, {"engine": "magic"}])
-def test_arguments_out_of_range_are_named(module, blobs, arguments):
-    with pytest.raises(ValueError, match=next(iter(arguments))):
-        LocalRecords(module, blobs, **arguments)
 
 
 def test_rows_that_are_not_records_are_refused(module, blobs):
@@ -453,21 +440,6 @@ def test_data_that_cannot_be_read_cost_nothing_and_names_are_not_tried(tmp_path)
 
     answer(tmp_path, with_step(named), DataLoader(data(), batch_size=2, collate_fn=collate))
     assert len(history(tmp_path)) == 1
-
-
-def test_the_trial_can_be_left_out_and_leaves_nothing_behind(tmp_path):
-    def proud(self, batch, batch_idx):
-        """Cannot bear records that are not real; keeps a number of what it saw."""
-        self.largest = max(getattr(self, "largest", 0.0), float(batch[0].max()))
-        if float(batch[0].min()) >= 0:
-            raise ValueError("no real record is like that")
-        return self.loss(batch, batch_idx)
-
-    module = with_step(proud)
-    with pytest.raises(ValueError, match="no real record"):
-        answer(tmp_path, module)
-    assert not hasattr(module, "largest")
-    answer(tmp_path, module, try_first=False)
 
 
 def test_it_is_tried_before_the_first_round_only(tmp_path):

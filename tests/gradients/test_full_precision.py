@@ -94,24 +94,3 @@ def test_a_context_can_be_entered_again_and_errors_leave_it() -> None:
             assert settings() == {"ieee"}
             raise ZeroDivisionError
         assert settings() == {"bf16"}
-
-
-def test_a_user_who_set_one_kind_of_product_only_gets_it_back() -> None:
-    torch.backends.mkldnn.conv.fp32_precision = "ieee"
-    with full_precision(CPU):
-        assert settings() == {"ieee"}
-    assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
-    assert torch.backends.mkldnn.conv.fp32_precision == "ieee"
-    torch.backends.mkldnn.conv.fp32_precision = "bf16"
-
-
-def test_other_devices_have_the_settings_of_cuda_too() -> None:
-    def on_cuda() -> tuple[str, str]:
-        backends = torch.backends
-        return backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
-
-    before = on_cuda()
-    assert before == ("tf32", "tf32")  # matrices by the user, convolutions by default
-    with full_precision(torch.device("cuda")):
-        assert on_cuda() == ("ieee", "ieee")
-    assert on_cuda() == before

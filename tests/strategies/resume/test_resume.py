@@ -399,14 +399,6 @@ def test_limited_epochs_resume_at_their_end_and_middle(
         assert resumed.probe.optimizer_steps == steps - known
 
 
-def test_epoch_end_checkpoint_of_limited_epochs_resumes(fit, tmp_path):
-    saving = ModelCheckpoint(tmp_path, filename="e", save_on_train_epoch_end=True)
-    options = {"limit_train_batches": 5}
-    fit(max_epochs=1, callbacks=(saving,), **options)
-    resumed = fit(tmp_path / "e.ckpt", max_epochs=2, **options)
-    assert (resumed.probe.optimizer_steps, resumed.privacy.steps) == (5, 10)
-
-
 def test_checkpoint_of_a_validation_inside_an_accumulation_window_resumes(fit, tmp_path):
     class Validated(fit.classifier):  # type: ignore[misc, name-defined]
         def val_dataloader(self) -> Any:
@@ -457,14 +449,6 @@ def test_manual_optimization_resumes(fit, save_at, tmp_path):
     resumed = fit(tmp_path / "mid.ckpt")
     assert resumed.trainer.global_step == 24
     assert resumed.privacy.steps == 24 + 8
-
-
-def test_resume_with_loaders_that_are_reloaded_every_epoch(fit, save_at, tmp_path):
-    options = {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3}
-    fit(callbacks=(save_at(tmp_path / "mid.ckpt", 1, 4),), **options)
-    resumed = fit(tmp_path / "mid.ckpt", **options)
-    assert resumed.probe.optimizer_steps == 36 - 17
-    assert resumed.privacy.steps == 36 + 19
 
 
 def test_same_trainer_goes_back_to_an_older_checkpoint(fit, save_at, tmp_path):
