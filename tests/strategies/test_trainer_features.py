@@ -5,15 +5,13 @@ from __future__ import annotations
 import lightning as L
 import pytest
 import torch
-import torchmetrics
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_dp import Checks, FullBatch, PrivacyConfig
+from lightning_dp import FullBatch
 from lightning_dp._refusals import PrivacyWarning
-from lightning_dp.callbacks import DifferentialPrivacy, PrivacyLogger
-from lightning_dp.run import PrivateRun
+from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.strategies.hooks import PrivacyCallback
 from lightning_dp.strategies.strategy import install
 from tests.zoo import private
@@ -49,27 +47,6 @@ def test_bf16_mixed(privacy, classifier, mlp, loader, fit, assert_trained):
 
     assert {param.dtype for param in model.parameters()} == {torch.float32}
     assert_trained(trainer, model, privacy, loader, classifier(mlp()), steps=20)
-
-
-@pytest.mark.parametrize(("interval", "at"), [(0.5, [5, 10, 15, 20]), (4, [4, 8, 14, 18])])
-def test_val_check_interval(interval, at, privacy, classifier, mlp, loader, make_trainer):
-    validated_at = []
-
-    class Watch(L.Callback):
-        def on_validation_end(self, trainer, pl_module):
-            validated_at.append(trainer.global_step)
-
-    trainer = make_trainer(
-        max_epochs=2,
-        val_check_interval=interval,
-        num_sanity_val_steps=0,
-        callbacks=[privacy, Watch()],
-    )
-
-    trainer.fit(classifier(mlp()), loader, loader)
-
-    assert validated_at == at
-    assert trainer.global_step == privacy.steps == 20
 
 
 def test_fast_dev_run_with_a_target(classifier, mlp, fit):
@@ -165,33 +142,6 @@ def test_manual_optimization_without_a_step_warns(privacy, manual, mlp, fit):
 # -- modules with metrics, unused, frozen or own parameters --------------------------------------
 
 
-def test_torchmetrics_in_the_module(privacy, classifier, mlp, fit):
-    class Metrics(classifier):
-        rows = 0
-
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.accuracy = torchmetrics.classification.MulticlassAccuracy(3)
-            self.seen = torchmetrics.SumMetric()
-
-        def training_step(self, batch, batch_idx):
-            x, y = batch
-            scores = self(x)
-            self.accuracy(scores, y)
-            self.seen(len(y))
-            self.rows += len(y)
-            self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
-            self.log("seen", self.seen, on_step=False, on_epoch=True)
-            return nn.functional.cross_entropy(scores, y)
-
-    model = Metrics(mlp(), lambda params: torch.optim.SGD(params, lr=0.5))
-
-    trainer = fit(model, privacy, max_epochs=1)
-
-    assert float(trainer.callback_metrics["seen"]) == model.rows
-    assert 0.4 < float(trainer.callback_metrics["accuracy"]) <= 1
-
-
 def test_frozen_layers_do_not_move_and_take_no_part_of_the_norm(
     classifier, mlp, loader, fit, weights
 ):
@@ -217,28 +167,6 @@ def test_frozen_layers_do_not_move_and_take_no_part_of_the_norm(
     )
 
 
-class Direct(L.LightningModule):
-    """Parameters directly on the LightningModule."""
-
-    def __init__(self, through_self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(3, 6) * 0.1)
-        self.bias = nn.Parameter(torch.zeros(3))
-        self.through_self = through_self
-
-    def forward(self, x):
-        return nn.functional.linear(x, self.weight, self.bias)
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        scores = self(x) if self.through_self else self.forward(x)
-        return nn.functional.cross_entropy(scores, y)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.5)
-
-
 def test_parts_in_eval_mode_are_trained_as_they_are(classifier, loader, fit):
     net = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5), nn.Linear(4, 3))
     net[:2].eval()
@@ -260,17 +188,6 @@ def test_parts_in_eval_mode_are_trained_as_they_are(classifier, loader, fit):
         nn.utils.parameters_to_vector(net.parameters()).detach(), expected, rtol=0, atol=1e-5
     )
     assert [part.training for part in net] == [False, False, True]
-
-
-@pytest.mark.parametrize("through_self", [True, False])
-def test_parameters_on_the_module_itself_are_trained(
-    through_self, privacy, loader, fit, assert_trained
-):
-    model = Direct(through_self)
-
-    trainer = fit(model, privacy, max_epochs=2)
-
-    assert_trained(trainer, model, privacy, loader, Direct(through_self), steps=20)
 
 
 # -- what training_step may do and return, and what hooks around it see --------------------------
@@ -372,20 +289,6 @@ class Hears(PrivacyCallback):
         self.heard.append(("teardown", run.steps))
 
 
-class Installs(L.Callback):
-    """Makes a Trainer private, and hands callbacks to the strategy."""
-
-    def __init__(self, *given):
-        self.given = given
-        config = PrivacyConfig(
-            noise_multiplier=1.0, target_delta=1e-5, checks=Checks(dry_run=False)
-        )
-        self.run = PrivateRun(config)
-
-    def setup(self, trainer, pl_module, stage):
-        install(trainer, self.run, *self.given)
-
-
 def test_hooks_are_called_in_the_order_of_a_fit(privacy, classifier, mlp, loader, make_trainer):
     hears = Hears()
     trainer = make_trainer(max_steps=2, callbacks=[hears, privacy])
@@ -417,24 +320,6 @@ def test_a_fit_that_fails_is_torn_down_and_has_no_end(
         trainer.fit(classifier(mlp()), loader)
 
     assert [each[0] for each in hears.heard] == ["start", "step", "teardown"]
-
-
-def test_the_trainers_own_callback_takes_the_place_of_one_of_its_kind(
-    classifier, mlp, loader, make_trainer
-):
-    class Mine(PrivacyLogger):
-        """Has another look at the progress bar."""
-
-        def on_privacy_step(self, trainer, run):
-            trainer.progress_bar_metrics["privacy/epsilon"] = "mine"
-
-    given, other, mine = PrivacyLogger(), Hears(), Mine()
-    trainer = make_trainer(max_steps=2, callbacks=[Installs(given, other), mine])
-
-    trainer.fit(classifier(mlp()), loader)
-
-    assert trainer.strategy._callbacks == (mine, other)
-    assert ("step", 2) in other.heard
 
 
 def test_a_private_strategy_takes_no_step_outside_a_fit(privacy, classifier, mlp, make_trainer):
