@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from opacus.layers import DPLSTM, DPMultiheadAttention
+from opacus.layers import DPLSTM
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
@@ -43,13 +43,6 @@ class WithGate(nn.Module):
         return self.two(self.gated(hidden, hidden.square()))
 
 
-class OwnAttention(DPMultiheadAttention):
-    """Another forward pass than that of its base."""
-
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x, x, x)
-
-
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -57,15 +50,6 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.lstm(x.view(-1, 3, 2))[0][:, -1])
-
-
-class Attentive(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.own, self.head = OwnAttention(2, 1, batch_first=True), nn.Linear(2, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.own(x.view(-1, 3, 2))[0].mean(1))
 
 
 def plain() -> nn.Module:
@@ -91,7 +75,6 @@ def train(classifier, blobs, fit):
     [
         (plain, "layers"),
         (Recurrent, "records, since layers does not cover this model: net.lstm"),
-        (Attentive, "records, since layers does not cover this model: net.own"),
     ],
 )
 def test_auto_takes_an_engine_that_covers_the_model(train, make, description):
