@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_dp import Checks, Diff2, FullBatch, UserLevel
 from lightning_dp.accounting.events import VoidedRunError
-from lightning_dp.audit import audit
 from lightning_dp.callbacks import DifferentialPrivacy
 from tests.zoo import Classifier, flat, private, records
 
@@ -328,22 +327,3 @@ def test_users_that_meet_are_refused_and_rows_of_one_user_may_meet(make_trainer)
     with pytest.raises(VoidedRunError):
         fit(Checks(dry_run=False), engine="layers")
     assert fit(Checks(), engine="one_by_one").steps == 8
-
-
-# -- refusals --------------------------------------------------------------------------------------
-
-
-def test_what_has_a_gradient_for_each_row_is_refused():
-    unit = UserLevel(USERS, most_rows=2)
-    for options in ({"unit": unit}, {"augmentations": 2}):
-        with pytest.raises(ValueError, match="engine='hooks'"):
-            private(engine="hooks", **options)
-    for wrong in ("user", USERS, UserLevel):
-        with pytest.raises(TypeError, match="UserLevel"):
-            private(unit=wrong)
-    for wrong in (0, 1.5, None):
-        with pytest.raises((ValueError, TypeError), match="augmentations"):
-            private(augmentations=wrong)
-    model = Classifier(nn.Linear(6, 3))
-    with pytest.raises(ValueError, match="without unit"):
-        audit(model, DataLoader(data(), 2), private(unit=unit).config, trainer={}, num_canaries=10)

@@ -10,7 +10,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch import nn
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -252,48 +251,6 @@ def test_no_hook_of_a_fit_gets_a_batch(hook, data, classifier, mlp, make_trainer
         trainer.fit(classifier(mlp()), DataLoader(data, 24), DataLoader(data, 240))
 
     assert asks.read == 0
-
-
-def test_workers_do_not_read_ahead_for_whoever_is_refused(
-    data, classifier, mlp, make_trainer, unprobed
-):
-    loader = DataLoader(data, 24, num_workers=1, multiprocessing_context="fork")
-    asks = Asks("on_train_start", ASKERS["next"], data)
-    trainer = make_trainer(max_epochs=1, callbacks=[unprobed, asks])
-
-    with pytest.raises(Exception, match="from the Trainer's training loader"):
-        trainer.fit(classifier(mlp()), loader)
-
-    assert trainer.train_dataloader._iterator is None
-
-
-class Centred(L.LightningModule):
-    """Deep SVDD: the centre is the mean output on the training set."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-        self.register_buffer("centre", torch.zeros(3))
-
-    def on_train_start(self) -> None:
-        outputs = [self.net(x) for x, _ in self.trainer.train_dataloader]
-        self.centre = torch.cat(outputs).mean(0)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return (self.net(batch[0]) - self.centre).square().sum(1).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_a_centre_of_the_training_set_is_refused(
-    loader, mlp, make_trainer, privacy, assert_refused
-):
-    model, trainer = Centred(mlp()), make_trainer(max_epochs=1, callbacks=[privacy])
-
-    assert_refused(
-        lambda: trainer.fit(model, loader), r"on_train_start reads .*\(a centre, statistics", model
-    )
 
 
 def test_the_loader_is_refused_after_the_fit_too(data, classifier, mlp, make_trainer, unprobed):
