@@ -65,10 +65,6 @@ def test_factors_are_zero_where_the_norm_is_not_finite(clip_norm):
     assert clip_factors(torch.tensor([math.nan, math.inf, 1.0]), clip_norm).tolist() == [0, 0, 1]
 
 
-def test_an_infinite_clip_norm_leaves_every_finite_vector():
-    assert clip_factors(torch.tensor([0.0, 1.0, 1e30]), math.inf).tolist() == [1.0, 1.0, 1.0]
-
-
 @pytest.mark.parametrize("clip_norm", [0.0, -1.0, math.nan])
 def test_a_clip_norm_that_bounds_nothing_is_refused(clip_norm):
     with pytest.raises(ValueError, match=f"clip_norm={clip_norm} must be greater than 0"):
@@ -131,17 +127,6 @@ def test_long_vectors_are_solved_too(size):
         assert off(u, exact.numpy()) < 5e-7
 
 
-@pytest.mark.parametrize("sigma", [0.5, 1.0, 3.0, 10.0, 30.0, 1000.0])
-def test_rounding_stays_small_where_the_result_is_much_smaller_than_the_input(sigma, dense):
-    matrix = dense(256, sigma)
-    alternating = torch.tensor([1.0, -1.0] * 128) * noise(256).abs()
-    twice_sharpened = torch.tensor(matrix @ matrix @ noise(256).double().numpy()).float()
-    steep_steps = noise(256).sign() * 1000 + noise(256)
-    for v in (alternating, twice_sharpened, steep_steps):
-        exact = np.linalg.solve(matrix, v.double().numpy())
-        assert off(laplacian_smoothing(v, sigma), exact) < 5e-7
-
-
 @pytest.mark.parametrize("sigma", [1e-6, 1.0, 1e3, 1e12, 1e300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_constant_vector_stays_exactly_and_the_mean_of_any(sigma, dtype):
@@ -172,15 +157,6 @@ def test_sigma_0_and_one_entry_are_the_identity_in_memory_of_their_own():
         u = laplacian_smoothing(v, sigma)
         assert torch.equal(u, v)
         assert v.numel() == 0 or u.data_ptr() != v.data_ptr()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("sigma", [1.0, 50.0])
-def test_half_precision_is_computed_in_single(dtype, sigma):
-    v = noise(1000).to(dtype)
-    u = laplacian_smoothing(v, sigma)
-    assert u.dtype == dtype
-    assert torch.equal(u, laplacian_smoothing(v.float(), sigma).to(dtype))
 
 
 @pytest.mark.parametrize("sigma", [1.0, 50.0, 1e5])
@@ -217,9 +193,3 @@ def test_nothing_leaves_the_device(size, sigma):
 def test_a_sigma_that_is_negative_or_not_finite_is_refused(sigma):
     with pytest.raises(ValueError, match=rf"laplacian_smoothing\(sigma={sigma}\) must be finite"):
         laplacian_smoothing(noise(5), sigma)
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])
-def test_other_numbers_are_refused(dtype):
-    with pytest.raises(TypeError, match=f"floating-point numbers, not {dtype}"):
-        laplacian_smoothing(torch.zeros(5, dtype=dtype), 1.0)

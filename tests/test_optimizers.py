@@ -27,10 +27,8 @@ from lightning_dp import (
     Momentum,
     Storm,
 )
-from lightning_dp.functional import laplacian_smoothing
 from lightning_dp.optimizers import NoiseFilter
-from lightning_dp.postprocessing import variance_left
-from tests.zoo import Classifier, flat, private, records
+from tests.zoo import Classifier, private, records
 
 
 def weights(seed=0):
@@ -113,15 +111,6 @@ def test_its_state_goes_on_from_a_file_and_from_adamw():
 
 
 # -- the variance of the noise -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sigma", [0.0, 0.1, 1.0, 30.0])
-@pytest.mark.parametrize("size", [1, 2, 3, 10, 401])
-def test_what_smoothing_leaves_of_the_variance_is_the_sum_of_its_squared_weights(sigma, size):
-    impulse = torch.zeros(size, dtype=torch.float64)
-    impulse[0] = 1.0
-    left = float(laplacian_smoothing(impulse, sigma).square().sum())
-    assert variance_left(sigma, size) == pytest.approx(left, rel=1e-5)
 
 
 CHAINS = [
@@ -265,16 +254,6 @@ def data():
 def network():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def test_without_the_callback_a_model_trains_as_with_adamw(make_trainer):
-    found = []
-    for kind in (DPAdamW, torch.optim.AdamW):
-        torch.manual_seed(0)
-        model = Classifier(network(), lambda params, kind=kind: kind(params, lr=0.05))
-        make_trainer(max_epochs=2).fit(model, data())
-        found.append(flat(model))
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("kind", ["both", "plain"])

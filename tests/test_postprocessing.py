@@ -356,32 +356,6 @@ def test_with_noise_and_a_schedule_it_is_the_numpy_twin(name, records, make_trai
     np.testing.assert_allclose(model.flat(), expected, rtol=1e-8, atol=1e-10)
 
 
-def test_parameter_groups_share_one_circle_and_keep_their_rates(records, make_trainer, dense):
-    def configure(net: nn.Linear) -> torch.optim.Optimizer:
-        groups = [{"params": [net.bias], "lr": 0.1}, {"params": [net.weight], "lr": 0.9}]
-        return torch.optim.SGD(groups)
-
-    model, start, _ = train(
-        make_trainer, records, configure, postprocessing=[LaplacianSmoothing(1.5)]
-    )
-
-    rates = np.r_[np.full(CLASSES * FEATURES, 0.9), np.full(CLASSES, 0.1)]
-    # The flat order is the model's or the groups'; only the order tells where the circle closes.
-    results = []
-    for order in (np.arange(21), np.r_[18:21, 0:18]):
-        matrix = np.zeros((21, 21))
-        matrix[np.ix_(order, order)] = dense(21, 1.5)
-        results.append(
-            twin(
-                *(start, records, model.batches, 20),
-                lambda v, matrix=matrix: np.linalg.solve(matrix, v),
-                lambda gradient, step: -rates * gradient,
-            )
-        )
-    np.testing.assert_allclose(*results, atol=1e-12)  # turning the circle changes nothing
-    np.testing.assert_allclose(model.flat(), results[0], rtol=1e-9, atol=1e-11)
-
-
 def test_noise_is_added_before_smoothing(records, make_trainer, dense, drawn):
     """Clipped mean + noise goes in, its dense solve comes out; noise is drawn once, and before."""
     sigma, multiplier = 2.0, 4.0

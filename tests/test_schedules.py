@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize
-from torch.utils.data import DataLoader
 
 from lightning_dp import schedules
 from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian
 from lightning_dp.accounting.journal import read_journal
 from lightning_dp.noise_plan import NoisePlan
-from lightning_dp.sampling import FullBatch, Poisson
+from lightning_dp.sampling import Poisson
 from lightning_dp.schedules import (
     AbstractSchedule,
     Constant,
@@ -125,11 +124,6 @@ def test_a_bad_argument_is_refused_by_name_and_value(make, message):
         make()
 
 
-def test_an_influence_has_no_value_beyond_its_length():
-    with pytest.raises(ValueError, match="has 2 values and none for step 2"):
-        FromInfluence((1.0, 2.0))(2)
-
-
 def test_a_plan_names_the_step_at_which_a_growing_schedule_overflows():
     plan = NoisePlan(1.0, Exponential(rate=-1.0), Poisson(), 0.1)
     with pytest.raises(ValueError, match="gives inf at step 5000"):
@@ -219,17 +213,6 @@ def test_the_turning_step_is_the_last_that_meets_its_definition(kappa, eta0, bet
     assert brute == list(range(1, max(brute) + 1))
 
 
-def test_noise_grows_in_runs_up_to_the_turning_step_and_decays_in_longer_ones():
-    turn = DynamicMomentum(100.0, 1.0, 0.9, steps=1).turning_step
-    short = DynamicMomentum(100.0, 1.0, 0.9, steps=turn)
-    long = DynamicMomentum(100.0, 1.0, 0.9, steps=turn + 1)
-    steps = range(turn)
-    # q_t ∝ γ^t in short runs, γ^(T-t) in long ones; Lemma 4.1 makes the shape of it.
-    for schedule, sign in ((short, 1), (long, -1)):
-        lemma = FromInfluence(tuple(0.99 ** (sign * t) for t in steps))
-        assert [schedule(t) for t in steps] == pytest.approx([lemma(t) for t in steps])
-
-
 def test_without_momentum_it_is_the_schedule_of_gradient_descent():
     momentum = DynamicMomentum(kappa=30.0, eta0=0.5, beta=0.0, steps=100)
     descent = DynamicGD(kappa=60.0)
@@ -286,22 +269,6 @@ def test_the_journal_follows_the_schedule_and_spends_the_target(
     spent = PLDAccountant().epsilon([(event, 1) for event in charged], DELTA)
     assert 0.99 * target < spent <= target
     assert privacy.epsilon == pytest.approx(spent, rel=1e-9)
-
-
-def test_full_batches_follow_it_too_and_add_up_exactly(
-    classifier, mlp, blobs, make_trainer, tmp_path
-):
-    from lightning_dp.accounting.gdp import gdp_epsilon
-
-    schedule = DynamicGD(kappa=5.0)
-    privacy = private(target_epsilon=2.0, noise_schedule=schedule, sampling=FullBatch())
-    loader = DataLoader(blobs, batch_size=240)
-    make_trainer(max_epochs=6, callbacks=[privacy]).fit(classifier(mlp()), loader)
-
-    multipliers = np.array([event.noise_multiplier for event in events(tmp_path)])
-    np.testing.assert_allclose(multipliers / multipliers[0], [schedule(t) for t in range(6)])
-    exact = gdp_epsilon(float(np.sqrt(np.sum(multipliers**-2.0))), DELTA)
-    assert 0.99 * 2.0 < exact <= 2.0
 
 
 def test_an_influence_shorter_than_the_run_is_refused_before_any_data_is_used(

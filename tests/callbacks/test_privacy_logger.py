@@ -8,13 +8,9 @@ import re
 import struct
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 from lightning.pytorch.callbacks import (
-    EarlyStopping,
     ModelCheckpoint,
     RichProgressBar,
     TQDMProgressBar,
@@ -22,7 +18,6 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian, epsilon_text
-from lightning_dp.callbacks.privacy_logger import _nodes
 from lightning_dp.schedules import StepDecay
 from tests.zoo import private
 
@@ -222,34 +217,3 @@ def test_model_checkpoint_can_name_and_monitor_epsilon(
 
     assert float(checkpoint.best_model_score) == pytest.approx(true_epsilon(30), rel=1e-6)
     assert checkpoint.best_model_path.endswith(f"2-{true_epsilon(30):.6f}.ckpt")
-
-
-@pytest.mark.parametrize("at_validation", [False, True])
-def test_early_stopping_can_watch_epsilon(at_validation, classifier, mlp, loader, make_trainer):
-    ceiling = true_epsilon(25)
-    stopper = EarlyStopping(
-        EPSILON,
-        mode="min",
-        patience=1000,
-        divergence_threshold=ceiling,
-        check_on_train_epoch_end=not at_validation,
-    )
-    privacy = private(noise_multiplier=2.0)
-    trainer = make_trainer(max_epochs=10, log_every_n_steps=7, callbacks=[privacy, stopper])
-
-    trainer.fit(classifier(mlp()), loader, loader)
-
-    # Exact at the end of epochs: 10 and 20 steps are below the ceiling, 30 are above.
-    assert trainer.global_step == 30
-
-
-@pytest.mark.parametrize("last", [3, 1000, 10**6, 10**15])
-def test_the_steps_at_which_epsilon_is_computed_are_few_however_long_the_plan_is(last):
-    run: Any = SimpleNamespace(
-        batches=SimpleNamespace(steps_per_epoch=8), remaining_steps=float(last), step=5
-    )
-    nodes = _nodes(run, every=50)
-    assert nodes[0] == 0 and nodes[-1] == last and bool(np.all(np.diff(nodes) > 0))
-    assert len(nodes) <= 300
-    if last > 1000:  # the first ones are each of them
-        assert nodes.tolist()[:6] == [0, 3, 11, 19, 27, 35]

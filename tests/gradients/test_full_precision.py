@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dp.boundary import bounded_sum
-from lightning_dp.functional import full_precision
 from lightning_dp.gradients.batches import SampleBatch
 from lightning_dp.gradients.engines import EngineChoice
 
@@ -22,7 +21,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "convolution", "convolution_backward")
-CPU = torch.device("cpu")
 
 
 def settings() -> set[str]:
@@ -85,12 +83,3 @@ def check(engine: str, net: nn.Module, x: torch.Tensor) -> None:
     attached.detach()
     assert products.of_model and all(each == {"bf16"} for each in products.of_model)
     assert products.of_sums and all(each == {"ieee"} for each in products.of_sums)
-
-
-def test_a_context_can_be_entered_again_and_errors_leave_it() -> None:
-    context = full_precision(CPU)
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError), context:
-            assert settings() == {"ieee"}
-            raise ZeroDivisionError
-        assert settings() == {"bf16"}

@@ -63,17 +63,6 @@ def test_logistic_sums_are_those_of_autograd_and_the_package(example, decay, cli
     torch.testing.assert_close(found.value, expected.value)
 
 
-def test_lenet_sums_are_gradients_of_the_summed_loss(example):
-    images, digits = torch.randn(3, 1, 28, 28), torch.tensor([1, 5, 9])
-    records, model = example.LeNetRecords(images, digits), example.lenet()
-    point = torch.cat([p.detach().flatten() for p in model.parameters()])
-    query = Query((Term(1.0, point),), math.inf, 0.0)
-    total = records.bounded_sum(query, [0, 1, 2]).value
-    parts = [records.bounded_sum(query, [i]).value for i in range(3)]
-    torch.testing.assert_close(total, sum(parts), rtol=1e-4, atol=1e-6)
-    assert len(point) == 61_706
-
-
 @pytest.mark.slow
 def test_it_runs_on_small_archives(tmp_path):
     rng = np.random.default_rng(0)

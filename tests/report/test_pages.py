@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import math
 import re
 from html.parser import HTMLParser
@@ -10,7 +9,6 @@ from html.parser import HTMLParser
 import matplotlib
 import pytest
 
-from lightning_dp import About
 from lightning_dp.accounting import (
     ApproximateDP,
     Gaussian,
@@ -105,14 +103,6 @@ def test_what_the_journal_holds_besides_counts(report_of):
     assert "The journal holds more training" in found
 
 
-def test_replacing_asks_another_question(report_of):
-    exact = epsilon(EVENTS, DELTA, "replace_one")
-    found = promise(report_of(relation="replace_one", epsilon=exact))
-    assert "or another one in its place" in found
-    right = epsilon_text(50 * (1 + trade_off(EVENTS, DELTA, "replace_one").advantage), 3)
-    assert f"right at most {right} % of the time" in found
-
-
 VOIDED = Charges({"a" * 16: [*EVENTS, (Voided("a.b couples records"), 1)]})
 
 
@@ -186,21 +176,6 @@ def test_the_file_is_whole_and_loads_nothing(report_of):
     assert report_of().html() == text
 
 
-def test_without_matplotlib_the_page_says_so(monkeypatch, report_of):
-    real = builtins.__import__
-
-    def without(name, *arguments, **more):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *arguments, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    text = report_of().html()
-
-    assert Outline(text).all("img") == []
-    assert "There is no picture: A picture needs matplotlib" in text
-
-
 def test_each_reader_has_a_page_by_itself(report_of):
     report = report_of(gradient_edits="halved")
     people, engineers = report.markdown("people"), report.markdown("engineers")
@@ -271,12 +246,3 @@ def test_a_resumed_run_began_when_the_first_one_did(saved, fit, edit_checkpoint)
     report = fit(path, max_steps=14).privacy.report()
 
     assert report.started == "2020-02-03 04:05 UTC" < report.ended
-
-
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [("", ValueError), ("a\nb", ValueError), ("a\x1bb", ValueError), (3, TypeError)],
-)
-def test_words_that_are_no_line_are_refused(words, error):
-    with pytest.raises(error, match=r"About\(data_set="):
-        About(data_set=words)

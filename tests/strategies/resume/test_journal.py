@@ -53,14 +53,6 @@ def test_older_checkpoint_in_the_same_process_never_shrinks_the_ledger(
     assert resumed.privacy.epsilon == pytest.approx(epsilon_of(42), rel=1e-9)
 
 
-def test_two_resumes_from_one_checkpoint_both_count(fit, old, tmp_path):
-    first = fit(tmp_path / "old.ckpt", max_steps=10)
-    assert first.privacy.steps == 24 + 4
-    second = fit(tmp_path / "old.ckpt", max_steps=13)
-    assert second.privacy.steps == 24 + 4 + 7
-    assert second.privacy.epsilon == pytest.approx(epsilon_of(35), rel=1e-9)
-
-
 def test_checkpoints_of_two_branches_know_each_other(fit, old, tmp_path):
     for name, steps in [("a", 10), ("b", 13)]:
         branch = fit(tmp_path / "old.ckpt", max_epochs=-1, max_steps=steps)
@@ -87,26 +79,11 @@ def test_journal_holds_exactly_the_ledger(fit, old, tmp_path):
     assert in_file == pytest.approx(resumed.privacy.epsilon, rel=1e-9)
 
 
-def test_ledgers_of_two_callbacks_merge(fit, old, tmp_path):
-    other = fit(max_steps=3, default_root_dir=tmp_path / "other")
-    resumed = fit(tmp_path / "old.ckpt", privacy=other.privacy, max_steps=8)
-    assert resumed.privacy.steps == 24 + 3 + 2
-    _, runs = read_journal(resumed.ledger.journal_path)
-    assert sum(count for charges in runs.values() for _, count in charges) == 29
-
-
 def test_budget_counts_what_was_made_after_the_checkpoint(fit, old, tmp_path):
     target = epsilon_of(30) * 1.0001
     resumed = fit(tmp_path / "old.ckpt", privacy={"target_epsilon": target})
     assert resumed.probe.optimizer_steps == 6  # 18 are left of the plan, 6 of the budget
     assert resumed.privacy.epsilon <= target < epsilon_of(31)
-
-
-def test_second_fit_goes_on_in_the_same_ledger(fit):
-    first = fit(max_epochs=1)
-    second = fit(privacy=first.privacy, max_epochs=1)
-    assert second.privacy.steps == 24
-    assert second.privacy.epsilon == pytest.approx(epsilon_of(24), rel=1e-9)
 
 
 HOLD = """

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import FullBatch, Momentum
 from lightning_dp.accounting import PLDAccountant
-from lightning_dp.accounting.events import Gaussian, PoissonGaussian
+from lightning_dp.accounting.events import PoissonGaussian
 from lightning_dp.schedules import Exponential
 from tests.zoo import WholeSet, flat, private
 
@@ -332,14 +332,6 @@ def test_noise_schedule_continues_at_the_right_step(fit, tmp_path):
     assert resumed.privacy.noise_multiplier == pytest.approx(4.0 * math.exp(-rate * 5))
 
 
-def test_schedule_of_an_older_checkpoint_repeats_its_steps_in_the_ledger(fit, save_at, tmp_path):
-    privacy = {"noise_multiplier": 4.0, "noise_schedule": Exponential(0.1), "sampling": WholeSet()}
-    fit(privacy=privacy, callbacks=(save_at(tmp_path / "old.ckpt", 0, 2),), max_steps=5)
-    resumed = fit(tmp_path / "old.ckpt", privacy=privacy, max_steps=5)
-    expected = Counter(Gaussian(4.0 * math.exp(-0.1 * t)) for t in [0, 1, 2, 3, 4, 3, 4])
-    assert Counter(dict(resumed.ledger.history())) == expected
-
-
 def test_calibrated_noise_is_kept_and_spends_exactly_the_rest(fit, tmp_path):
     privacy = {"noise_multiplier": None, "target_epsilon": 3.0}
     saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
@@ -397,21 +389,6 @@ def test_limited_epochs_resume_at_their_end_and_middle(
         resumed = fit(path, max_epochs=3, **options)
         assert resumed.trainer.global_step == steps
         assert resumed.probe.optimizer_steps == steps - known
-
-
-def test_checkpoint_of_a_validation_inside_an_accumulation_window_resumes(fit, tmp_path):
-    class Validated(fit.classifier):  # type: ignore[misc, name-defined]
-        def val_dataloader(self) -> Any:
-            return fit.loader()
-
-    fit.classifier = Validated
-    saving = ModelCheckpoint(tmp_path, filename="{epoch}-{step}", save_top_k=-1, monitor="val_loss")
-    options = {"val_check_interval": 4, "accumulate_grad_batches": 3}
-    fit(callbacks=(saving,), **options)
-    resumed = fit(tmp_path / "epoch=1-step=5.ckpt", **options)
-    assert resumed.trainer.global_step == 8
-    assert resumed.probe.optimizer_steps == 3
-    assert resumed.privacy.steps == 8 + 3
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
