@@ -38,11 +38,6 @@ def folder(mnist_folder: Path) -> Path:
     return mnist_folder
 
 
-@pytest.mark.parametrize("given", [(), ("--data", "nowhere")])
-def test_without_data_it_explains_itself(given, example, explains_missing_mnist):
-    explains_missing_mnist(example, given)
-
-
 def test_the_noise_of_theorem_1_and_the_tight_noise_have_the_known_values(logistic):
     protocol = logistic.Protocol(50_000, 128, 19_550, "1/t")
     known = {0.1: (108.9, 11.04), 0.2: (54.6, 5.89), 0.3: (36.4, 4.10)}

@@ -10,7 +10,6 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-import torchmetrics
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -66,48 +65,6 @@ def test_what_is_saved_inside_a_round_are_released_values(fit, tmp_path):
 # -- further passes leave no trace ---------------------------------------------------------------
 
 
-def test_dropout_is_the_same_in_all_passes_and_records_count_once(classifier, blobs, make_trainer):
-    seen: list[tuple[int, Tensor]] = []  # in a closure, which no snapshot holds
-
-    class Counting(classifier):  # type: ignore[misc, valid-type]
-        def __init__(self) -> None:
-            torch.manual_seed(0)
-            net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
-            super().__init__(net, plain_sgd)
-            self.accuracy = torchmetrics.classification.MulticlassAccuracy(3)
-            self.seen: list[int] = []
-            self.net[1].register_forward_hook(
-                lambda m, i, o: seen.append((self.at, (o != 0) | (i[0] == 0)))
-            )
-            self.at = 0
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.at = batch_idx
-            loss = super().training_step(batch, batch_idx)
-            self.accuracy(torch.zeros(len(batch[1]), 3), batch[1])
-            self.log("accuracy", self.accuracy, on_step=True)
-            return loss
-
-        def on_train_epoch_end(self, *_: Any) -> None:
-            self.seen.append(int(self.accuracy.tp.sum() + self.accuracy.fn.sum()))
-
-    model = Counting()
-    privacy = private(estimator=CubicNewton(1.0, 1.0, 3), sampling=FullBatch())
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
-    trainer.fit(model, DataLoader(blobs, 80))
-
-    masks: dict[int, list[Tensor]] = {}
-    for chunk, mask in seen:
-        masks.setdefault(chunk, []).append(mask)
-    assert [len(each) for each in masks.values()] == [3, 3, 3]  # chunks, passes
-    for each in masks.values():
-        assert torch.equal(each[0], each[1]) and torch.equal(each[0], each[2])
-    assert not torch.equal(masks[0][0], masks[1][0])
-    assert model.seen == [240]
-    fitted = trainer.strategy._fit
-    assert fitted is None or not fitted.step._batch.answered
-
-
 @pytest.mark.filterwarnings("ignore:A batch was charged")
 def test_chunks_of_a_batch_that_was_never_released_are_not_in_the_next_round(
     classifier, mlp, blobs, make_trainer
@@ -143,25 +100,6 @@ def test_chunks_of_a_batch_that_was_never_released_are_not_in_the_next_round(
     assert privacy.steps == 2
 
 
-@pytest.mark.parametrize("keep_fraction", [None, 0.3])
-def test_bfloat16_autocast(classifier, mlp, blobs, make_trainer, keep_fraction):
-    results = []
-    for precision in ("32-true", "bf16-mixed"):
-        model = classifier(mlp(), plain_sgd)
-        privacy = private(
-            noise_multiplier=0.0,
-            sampling=FullBatch(),
-            estimator=CubicNewton(2.0, 1.0, 4, 10.0, 10.0, keep_fraction=keep_fraction),
-        )
-        options = {"max_epochs": 3, "precision": precision}
-        make_trainer(callbacks=[privacy], **options).fit(model, DataLoader(blobs, 240))
-        results.append(nn.utils.parameters_to_vector(model.parameters()).detach())
-    start = nn.utils.parameters_to_vector(mlp().parameters()).detach()
-    fine, rough = results
-    assert (fine - start).norm() > 0.3
-    assert (fine - rough).norm() < 0.05 * (fine - start).norm()
-
-
 def test_engines_agree(classifier, mlp, blobs, make_trainer):
     results = []
     for engine in ("bookkeeping", "auto"):
@@ -171,20 +109,6 @@ def test_engines_agree(classifier, mlp, blobs, make_trainer):
         trainer.fit(model, DataLoader(blobs, 24))
         results.append(nn.utils.parameters_to_vector(model.parameters()).detach())
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-4)
-
-
-# -- what is printed, and the command line -------------------------------------------------------
-
-
-def test_the_report_says_how_the_queries_of_a_round_were_booked(fit):
-    estimator = CubicNewton(0.5, 1.0, 4, box=0.5)
-    text = str(fit(estimator, noise_multiplier=1.0, trainer={"max_epochs": 1}).privacy.report())
-    assert "estimator: CubicNewton(strong_convexity=0.5, hessian_lipschitz=1.0" in text
-    assert "queries: 4 on the batch of each step, charged together" in text
-    assert "4 steps" in text
-    fresh = CubicNewton(0.5, 1.0, 4, fresh_batches=True)
-    text = str(fit(fresh, noise_multiplier=1.0, trainer={"max_epochs": 1}).privacy.report())
-    assert "queries:" not in text and "fresh_batches=True" in text
 
 
 # -- size ----------------------------------------------------------------------------------------

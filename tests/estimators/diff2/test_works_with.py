@@ -42,20 +42,6 @@ def test_noise_schedule_and_momentum_compose_with_it(classifier, mlp, blobs, mak
     assert charged == pytest.approx(expected, rel=1e-6)
 
 
-def test_bfloat16_autocast(classifier, mlp, blobs, make_trainer):
-    privacy = private(noise_multiplier=0.0)
-    model, exact = classifier(mlp()), classifier(mlp())
-    options = {"max_epochs": 5}
-    make_trainer(callbacks=[privacy], precision="bf16-mixed", **options).fit(
-        model, DataLoader(blobs, 240)
-    )
-    make_trainer(callbacks=[private(noise_multiplier=0.0)], **options).fit(
-        exact, DataLoader(blobs, 240)
-    )
-    for rough, fine in zip(model.parameters(), exact.parameters(), strict=True):
-        torch.testing.assert_close(rough, fine, rtol=0, atol=0.02)
-
-
 # -- a run with differences, resumed in any round, is the run that was not interrupted -----------
 
 
