@@ -1,4 +1,4 @@
-"""Snapshots of random generators, and of what a module keeps from step to step."""
+"""Snapshots of random generators and of a module's state."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class RandomState:
         return generator.initial_seed()
 
     def is_now(self) -> bool:
-        """Tell whether as many random numbers were drawn by then as by now."""
+        """Return whether as many random numbers were drawn by then as by now."""
         return self.is_same(RandomState(self._device))
 
     def is_same(self, now: RandomState) -> bool:
@@ -309,7 +309,7 @@ class Snapshot:
         return cls(still, moving, RandomState(_device_of(module)) if global_random else None)
 
     def restore(self) -> None:
-        """Put everything back into the same objects; what does not let itself be changed stays."""
+        """Restore everything into the same objects, as far as these can be changed."""
         still = () if self._still.is_current() else self._still.parts.values()
         for part in chain(still, self._moving.values()):
             with suppress(Exception):
@@ -388,7 +388,7 @@ def restored(
     global_random: bool = True,
     earlier: Snapshot | None = None,
 ) -> Iterator[Snapshot]:
-    """Leave no trace of what the module does inside; yields the snapshot of the beginning.
+    """Restore the module on exit; yields the snapshot of the beginning.
 
     State, metrics and random states are as before, gradients and ``requires_grad`` too. Nothing is
     logged or printed. Inside, parameters begin without gradients.
@@ -619,7 +619,7 @@ def _frozen(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _parts_of_trainer(trainer: Any) -> Iterator[tuple[Path, _Part]]:
-    """Yield the settings of optimizers, and what their schedulers keep."""
+    """Yield the settings of optimizers and the state of their schedulers."""
     for i, optimizer in enumerate(getattr(trainer, "optimizers", ())):
         for j, group in enumerate(optimizer.param_groups):
             name = f"optimizers.{i}.param_groups.{j}"
@@ -653,7 +653,7 @@ def _add(parts: _Parts, path: Path, part: _Part, met: set[int], depth: int = 0) 
 
 
 def _owner_in(value: Any, kind: Kind) -> Any:
-    """Return what is held of an object: it, the dictionary of its attributes, or None."""
+    """Return the part of an object that a snapshot has: it, its attributes, or None."""
     if isinstance(value, Tensor | np.ndarray):
         is_else = isinstance(value, nn.Parameter) and kind != "parameter"
         return None if is_else or (value.nbytes > _LARGE and kind == "attribute") else value
