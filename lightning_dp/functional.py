@@ -350,7 +350,8 @@ def _numbers_of(
 @functools.lru_cache(maxsize=64)
 def _sums_of(blocks: tuple[int, ...]) -> Tensor:
     """Return the matrix that adds up so many columns, and so many next to them, and so on."""
-    return torch.block_diag(*(torch.ones(each, 1, dtype=torch.float64) for each in blocks))
+    place = torch.arange(len(blocks)).repeat_interleave(torch.tensor(blocks))
+    return torch.nn.functional.one_hot(place, len(blocks)).double()
 
 
 def _as_places(numbers: list[int]) -> Tensor:
