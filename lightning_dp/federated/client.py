@@ -152,10 +152,6 @@ class Client(ABC):
                 f"{reprlib.repr(dict(message.facts))}."
             )
         planned = self.read(message)
-        # A mistake in the client's module costs nothing before the first charge.
-        try_once = getattr(self.records, "try_once", None)
-        if try_once is not None and not self.ledger.has_begun(self.spending):
-            try_once()
 
         def charged(rng: np.random.Generator) -> bytes:
             if self._seed is not None:  # batches and noise are different streams of it
@@ -165,7 +161,8 @@ class Client(ABC):
 
         place = (self.spending, planned.round, planned.part)
         try:
-            return self.ledger.release(*place, charged, keep=planned.keep)
+            try_first = getattr(self.records, "try_once", None)
+            return self.ledger.release(*place, charged, keep=planned.keep, try_first=try_first)
         except BudgetExhausted:
             return Message(REFUSED, planned.place).to_bytes()
 
