@@ -33,6 +33,7 @@ from lightning_dp.federated.protocol import (
     Records,
     check_records,
 )
+from lightning_dp.functional import is_finite
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.mechanism import BudgetExhausted
 from lightning_dp.noise_plan import NoisePlan
@@ -210,7 +211,7 @@ def check_point(records: Records, point: Tensor, name: str = "The model") -> Non
     """Raise MessageError for what cannot be the trained parameters of the client's model."""
     if not point.dtype.is_floating_point:
         raise MessageError(f"{name} is of {point.dtype}, not of floating-point numbers.")
-    if not len(point) or not bool(torch.isfinite(point).all()):
+    if not len(point) or not is_finite(point):
         raise MessageError(f"{name} is not finite.")
     check = getattr(records, "check_point", None)  # records without a module check no more
     if check is None:

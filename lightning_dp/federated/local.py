@@ -28,7 +28,7 @@ from lightning_dp._validate import optional, whole
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.boundary import BoundedSum, Query, Term, bounded_sum
 from lightning_dp.federated.client import fingerprint
-from lightning_dp.functional import flatten, unflatten
+from lightning_dp.functional import flatten, is_finite, unflatten
 from lightning_dp.gradients import AbstractGradientEngine, RecordPasses, Replay
 from lightning_dp.gradients.base import UNANSWERED, Around
 from lightning_dp.gradients.batches import call_training_step
@@ -170,7 +170,7 @@ class LocalRecords:
                 topic="federated-messages",
             )
         parts = unflatten(point, self.params)
-        if not all(bool(torch.isfinite(part).all()) for part in parts):
+        if not all(is_finite(part) for part in parts):
             raise RefusedSetting(
                 "some numbers are not finite in this client's module.", topic="federated-messages"
             )
