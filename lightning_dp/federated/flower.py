@@ -571,7 +571,7 @@ class _ServerRun:
         reason = self.machine.reason or "no quorum; a new run in this folder goes on"
         self.logbook.close(self.machine, reason)
         if self.machine.is_done:
-            (self.folder / _STATE).unlink()  # the next run is a new one
+            (self.folder / _STATE).unlink(missing_ok=True)  # the next run is a new one
         _console.info(self.logbook.line(self.machine.round))
 
     def _go_on(self) -> None:

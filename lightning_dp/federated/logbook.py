@@ -236,7 +236,7 @@ def federation_page(summary: Mapping[str, Any], attendance: Iterable[Presence]) 
 def _number(facts: Mapping[str, Any], name: str) -> str:
     """Return a fact as text, if it is a number; facts may be anybody's."""
     value = math.inf if facts.get(name) == "inf" else facts.get(name)
-    if type(value) not in (int, float):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
     return epsilon_text(float(value)) if name.startswith("epsilon") else f"{value:.12g}"
 
