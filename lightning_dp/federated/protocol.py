@@ -21,7 +21,7 @@ from lightning_dp._refusals import Refusal
 from lightning_dp._validate import above_0, instance, normalise, optional, whole
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.boundary import BoundedSum, Query, State
-from lightning_dp.functional import is_finite
+from lightning_dp.functional import is_finite, length
 
 __all__ = [
     "MAJORITY",
@@ -443,7 +443,7 @@ class Message:
         if not raw.is_floating_point():
             raise MessageError(f"{name} is of {raw.dtype}, not of real numbers.")
         value = raw.to(torch.promote_types(dtype, torch.float32))
-        norm = float(value.double().norm())
+        norm = float(length(value))
         if not norm * norm <= torch.finfo(value.dtype).max:
             raise MessageError(f"{name} is not finite, or has no finite norm, as {value.dtype}.")
         if not norm <= largest:
