@@ -60,6 +60,7 @@ from tests.federated.zoo import (
     DELTA,
     EVERYBODY,
     FEDERATIONS,
+    ROUNDS,
     SEED,
     START,
     Federation,
