@@ -39,7 +39,7 @@ class Problem(NamedTuple):
 
 
 class Presence(NamedTuple):
-    """Whether a client was in a round, and the ε that it claimed then; NaN for none."""
+    """The presence of a client in a round, and the ε that it claimed then; NaN for none."""
 
     round: int
     client: int
@@ -48,7 +48,7 @@ class Presence(NamedTuple):
 
 
 class Logbook:
-    """What is written about a run, noised values and counts only, into a folder.
+    """The files about a run, of noised values and counts only, in a folder.
 
     - TensorBoard files, and ``rounds.csv``, a line for each client and round, while it goes on.
     - At its end, also of a run that fails, ``federation.json``, and for people ``federation.md`` with
