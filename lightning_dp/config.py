@@ -35,7 +35,14 @@ from lightning_dp.clipping import AdaptiveQuantile, Clipping, Flat, PerGroup, kn
 from lightning_dp.estimators import AbstractEstimator, MeanGradient
 from lightning_dp.noise import AbstractNoise, IndependentNoise
 from lightning_dp.postprocessing import AbstractPostProcessor
-from lightning_dp.sampling import AbstractSampling, FixedOrder, Poisson, UserLevel
+from lightning_dp.sampling import (
+    AbstractSampling,
+    FixedOrder,
+    Poisson,
+    RandomAllocation,
+    TruncatedPoisson,
+    UserLevel,
+)
 from lightning_dp.sampling.blocks import AbstractBlockSampling
 from lightning_dp.sampling.units import RowsOfUnits
 from lightning_dp.schedules import AbstractSchedule, Constant
@@ -148,8 +155,9 @@ class PrivacyConfig:
         noise_schedule: how the noise multiplier changes over steps; default constant.
         estimator: forms the question to the data; default ``MeanGradient(max_grad_norm)``, DP-SGD.
         postprocessing: applied in order to the private estimate.
-        sampling: ``Poisson()`` (default), ``FullBatch()``, ``CyclicPoisson(bands)``, or ``FixedOrder()``
-            for data that come in an order.
+        sampling: ``Poisson()`` (default), ``TruncatedPoisson(limit)`` for fixed memory, ``FullBatch()``,
+            ``RandomAllocation()`` (each record once an epoch), ``CyclicPoisson(bands)``, or
+            ``FixedOrder()`` for data that come in an order.
         noise: ``IndependentNoise()`` (default), or noise that remembers and cancels:
             ``BandedNoise(bands)`` with ``CyclicPoisson(bands)`` or ``FixedOrder()``, ``LambdaCGD(lam)``
             with ``FixedOrder()``.
@@ -250,6 +258,7 @@ class PrivacyConfig:
         self._check_gradient()
         self._check_clip_norm()
         self._check_block()
+        self._check_truncated()
         for release in self.other_releases:
             release.costs(self.relation)  # refuses one that says nothing about the relation
 
@@ -367,6 +376,33 @@ class PrivacyConfig:
                 "releases none. Use a schedule that is fixed in advance."
             )
 
+    def _check_truncated(self) -> None:
+        """Refuse what batches with a limit cannot go with."""
+        sampling = self.sampling
+        if not sampling.has_pairs and self.accountant.is_its_own_guard:
+            raise RefusedSetting(
+                f"sampling={sampling} in a trial of a search, whose share of the budget is declared in "
+                "Poisson steps. Use sampling=Poisson() there.",
+                topic="batch-size",
+            )
+        if not isinstance(sampling, TruncatedPoisson):
+            return
+        if self.relation == "zero_out":
+            raise RefusedSetting(
+                f"sampling={sampling} with relation='zero_out': a record without effect still takes the "
+                "place of another where the limit is reached. Say relation='add_remove' or "
+                "'replace_one', or use sampling=Poisson().",
+                topic="fixed-order",
+            )
+        traits = self.resolved_estimator().traits
+        if not (isinstance(self.noise_schedule, Constant) and traits.period == 1):
+            raise RefusedSetting(
+                f"sampling={sampling} needs the same noise and rate at every step, and noise_schedule="
+                f"{self.noise_schedule} with {self.resolved_estimator()} changes them. Use Constant() "
+                "and MeanGradient, or sampling=Poisson().",
+                topic="batch-size",
+            )
+
     def _check_block(self) -> None:
         """Refuse what noise that remembers, or batches that depend on each other, cannot go with."""
         noise, sampling = self.noise, self.sampling
@@ -394,6 +430,13 @@ class PrivacyConfig:
                 f"sampling={sampling} with relation='add_remove': a record more or less would move "
                 "others to other steps. Say relation='zero_out': neighbouring data sets differ by one "
                 "record that has no effect and keeps its place; or 'replace_one'.",
+                topic="fixed-order",
+            )
+        if self.relation == "replace_one" and isinstance(sampling, RandomAllocation):
+            raise RefusedSetting(
+                f"sampling={sampling} with relation='replace_one': no bound is known here for records "
+                "that are exchanged. Say relation='add_remove' or 'zero_out', or use "
+                "sampling=Poisson().",
                 topic="fixed-order",
             )
         if not isinstance(self.noise_schedule, Constant):
