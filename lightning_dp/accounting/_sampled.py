@@ -15,7 +15,6 @@ from lightning_dp.accounting.steps import FloatArray, Steps
 
 _UNIT = 2.0**-52
 _POINTS = 1000  # of a distribution of ratios
-_LITTLE = 0.05  # a noise multiplier; below, ratios would overflow, and nothing is amplified anyway
 
 
 def node_of(event: AbstractEvent, relation: str) -> SampledNode:
@@ -98,8 +97,6 @@ class AllocationNode(NamedTuple):
     batches: int
 
     def support(self, log_tail: float, relation: str) -> tuple[float, float]:
-        if self.noise_multiplier < _LITTLE:
-            return support(self.noise_multiplier, 1.0, log_tail, relation)
         logs = _mean_of(*self, log_tail).logs
         return max(-float(logs[0]), 0.0), max(float(logs[-1]), 0.0)
 
@@ -107,10 +104,6 @@ class AllocationNode(NamedTuple):
         self, h: float, log_tail: float, relation: str, backward: bool, limit: float
     ) -> LossPmf:
         """Return the loss on a grid, its ratios shared out once more."""
-        if self.noise_multiplier < _LITTLE:  # who is told the step has a Gaussian release
-            return discretise(
-                self.noise_multiplier, 1.0, h, log_tail, relation, backward=backward, limit=limit
-            )
         ratios = _mean_of(*self, log_tail)
         reach = max(1, math.ceil(min(limit / h, 2.0**40)))
         low = math.floor(float(ratios.logs[0]) / h)

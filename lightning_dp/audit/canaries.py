@@ -156,8 +156,8 @@ def _check(privacy: PrivacyConfig, num_canaries: int, confidence: float) -> None
     if privacy.noise.bands > 1 or is_block or not privacy.sampling.has_pairs:
         raise RefusedSetting(
             f"noise={privacy.noise} with sampling={privacy.sampling}: the audit takes the steps of a run "
-            "for independent, on Poisson batches. Audit with Poisson() and IndependentNoise(), which test "
-            "the same clipping.",
+            "for independent, on Poisson batches. Audit with Poisson() and IndependentNoise(), which "
+            "test the same clipping.",
             topic="correlated-noise",
         )
     if privacy.runs_each_record_alone:
