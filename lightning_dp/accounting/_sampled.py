@@ -10,14 +10,19 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_dp.accounting._pmf import LossPmf, discretise, support
-from lightning_dp.accounting.events import AbstractEvent, RandomAllocationEpoch, TruncatedGaussian
+from lightning_dp.accounting.events import (
+    AbstractEvent,
+    RandomAllocationEpoch,
+    Relation,
+    TruncatedGaussian,
+)
 from lightning_dp.accounting.steps import FloatArray, Steps
 
 _UNIT = 2.0**-52
 _POINTS = 1000  # of a distribution of ratios
 
 
-def node_of(event: AbstractEvent, relation: str) -> SampledNode:
+def node_of(event: AbstractEvent, relation: Relation) -> SampledNode:
     """Return the pair of distributions of an event that costs less than its pair of numbers."""
     if isinstance(event, TruncatedGaussian):
         return TruncatedNode(*event.pair, event.chance_of_limit, relation)
@@ -37,7 +42,7 @@ class TruncatedNode(NamedTuple):
     half: float
     sample_rate: float
     chance: float
-    of: str
+    of: Relation
 
     def support(self, log_tail: float, relation: str) -> tuple[float, float]:
         return support(self.half, self.sample_rate, log_tail, relation)
@@ -64,12 +69,12 @@ class TruncatedNode(NamedTuple):
         from lightning_dp.accounting.rdp import total_divergence
 
         one = np.ones(1)
-        logs = [
-            (orders - 1) * total_divergence(Steps(z * one, self.sample_rate * one, one), of, orders)
-            for z, of in ((2 * self.half, self.of), (self.half, self.of))
-        ]
+        steps = [Steps(z * one, self.sample_rate * one, one) for z in (2 * self.half, self.half)]
+        rare, often = (
+            (orders - 1) * total_divergence(each, self.of, orders) for each in steps[::-1]
+        )
         with np.errstate(divide="ignore"):
-            mixed = np.logaddexp(np.log1p(-self.chance) + logs[0], np.log(self.chance) + logs[1])
+            mixed = np.logaddexp(np.log(self.chance) + rare, np.log1p(-self.chance) + often)
         return np.asarray(mixed / (orders - 1))
 
 
@@ -119,7 +124,8 @@ class AllocationNode(NamedTuple):
         infinity += float(masses[beyond].sum()) * (1 + 1e-9)
         places, masses = np.maximum(places[~beyond], -reach), masses[~beyond]
         start = int(places[0])
-        return _trimmed(start, np.bincount(places.astype(np.intp) - start, masses), infinity)
+        sums = np.bincount(places.astype(np.intp) - start, masses).astype(np.float64)
+        return _trimmed(start, sums, infinity)
 
     def divergence(self, orders: FloatArray) -> FloatArray:
         """Return that of a Gaussian release, as if it were told which step uses whom: a bound."""
@@ -152,7 +158,7 @@ class _Ratios:
 
     @property
     def logs(self) -> FloatArray:
-        return self.low + self.step * np.arange(self.masses.size)
+        return np.asarray(self.low + self.step * np.arange(self.masses.size), dtype=np.float64)
 
 
 @lru_cache(maxsize=64)
@@ -219,7 +225,8 @@ def _shared(
     # The place is off by some units of the largest logarithm over the step: to both neighbours.
     error = 16 * _UNIT * (points + float(np.abs(logs).max(initial=0.0)) / step)
     found = np.bincount(left, masses * (1 - upper + error), points)
-    return found + np.bincount(left + 1, masses * (upper + error), points)
+    found = found + np.bincount(left + 1, masses * (upper + error), points)
+    return np.asarray(found, dtype=np.float64)
 
 
 def _shared_with_zero(logs: FloatArray, masses: FloatArray, point: FloatArray) -> float:
