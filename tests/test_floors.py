@@ -23,7 +23,7 @@ CALLBACKS = Path(lightning_dp.callbacks.__file__).parent
 FLOORS = (
     ("_refusals",),
     ("_validate", "_lazy", "help"),
-    ("_files", "_described", "_world"),
+    ("_files", "_config_dict", "_world"),
     ("functional", "_noise", "_fix"),
     ("boundary",),
     ("accounting", "clipping"),

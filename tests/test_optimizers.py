@@ -261,7 +261,7 @@ def test_a_chain_whose_noise_is_not_known_is_named_before_a_charge(
             model, DataLoader(TensorDataset(torch.zeros(40)), batch_size=8)
         )
     assert privacy.steps == 0
-    assert NoiseFilter(CubicNewton(1.0, 1.0, 2), []).unknown.startswith("CubicNewton")
+    assert NoiseFilter(CubicNewton(1.0, 1.0, 2), []).part_without_variance.startswith("CubicNewton")
 
 
 # -- in a Trainer --------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ class CheckedHistory(Sequence[tuple[AbstractEvent, int]]):
         return cls(entries, steps, tuple((e, n) for e, n in entries if n and not e.is_pair))
 
     def external(self, relation: Relation) -> History:
-        """Return what is no pair; raise ValueError if an event says nothing about the relation."""
+        """Return releases that are no pair; raise ValueError for one without a bound under the relation."""
         check_bounded(self.events, relation)
         return self.others
 
@@ -177,7 +177,7 @@ EventPlan: TypeAlias = AbstractPairPlan | Callable[[int], AbstractEvent] | Abstr
 
 
 def check_plan(plan: object) -> None:
-    """Raise TypeError for what tells no events of steps."""
+    """Raise TypeError unless it is a plan of events."""
     if not (isinstance(plan, AbstractEvent) or callable(plan)):
         raise TypeError(
             f"plan={reprlib.repr(plan)} must be an event, or a function from the step to its event."

@@ -30,7 +30,7 @@ from lightning_dp.accounting.journal import Charges, Journal, JournalError, read
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.callbacks import PrivacyLogger
 from lightning_dp.report.files import read_document, write_report
-from lightning_dp.report.of_run import report
+from lightning_dp.report.run_report import report_of_run
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import BatchPlan
 from lightning_dp.schedules import Exponential
@@ -62,12 +62,12 @@ def test_the_union_of_two_records_of_a_run_is_the_longer_one_if_the_other_begins
         known, other = (Charges({"x": counted(each)} if each else {}) for each in (ours, theirs))
         shorter, longer = sorted((ours, theirs), key=len)
         if longer[: len(shorter)] == shorter:
-            assert known.knows_more("x", other) == (len(ours) > len(theirs))
+            assert known.is_ahead_of("x", other) == (len(ours) > len(theirs))
             known.merge(other)
             assert known == ({"x": counted(longer)} if longer else {})
             assert known.steps == known.total == known.length("x") == len(longer)
         else:
-            for ask in (lambda: known.knows_more("x", other), lambda: known.merge(other)):  # noqa: B023
+            for ask in (lambda: known.is_ahead_of("x", other), lambda: known.merge(other)):  # noqa: B023
                 with pytest.raises(JournalError, match="Two records of run x contradict"):
                     ask()
             assert known == {"x": counted(ours)}
@@ -371,7 +371,7 @@ def test_a_field_that_is_not_known_may_change_what_was_spent(tmp_path, books):
 
 
 def test_a_report_has_the_name_of_a_ledger_and_names_no_other_file(tmp_path):
-    nothing = report(PrivateRun(PrivacyConfig(target_delta=1e-5, noise_multiplier=1.0)))
+    nothing = report_of_run(PrivateRun(PrivacyConfig(target_delta=1e-5, noise_multiplier=1.0)))
     for bad in BAD_IDS:
         with pytest.raises(ValueError, match=r"ledger_id=.* is not one of 16 hexadecimal digits"):
             write_report(replace(nothing, ledger_id=bad), tmp_path / "a")

@@ -211,9 +211,10 @@ def contrast(one: str, other: str) -> float:
     return (lighter + 0.05) / (darker + 0.05)
 
 
-def test_the_picture_of_a_step_is_legible_on_white_and_on_black(root):
+@pytest.mark.parametrize("name", ["step", "gan"])
+def test_a_picture_is_legible_on_white_and_on_black(root, name):
     """Text stands on boxes of the picture; what stands outside them is seen on any page."""
-    picture = ElementTree.parse(root / "docs/_static/step.svg").getroot()
+    picture = ElementTree.parse(root / f"docs/_static/{name}.svg").getroot()
     space = "{http://www.w3.org/2000/svg}"
     style = picture.findtext(f"{space}style") or ""
     fills = dict(re.findall(r"\.?([\w]+) \{ fill: (#\w{6})", style))
@@ -234,3 +235,10 @@ def test_the_picture_of_a_step_is_legible_on_white_and_on_black(root):
 def test_contrast_is_that_of_wcag():
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
     assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
+
+
+def test_no_row_of_a_table_stands_alone(root):
+    """A blank line inside of a table ends it, and the rest is printed with its bars."""
+    for page in (root / "README.md", *root.glob("docs/*.md")):
+        text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+        assert re.findall(r"(?:\A|\n\n)(\|[^\n]*)\n(?!\| ?-)", text) == [], page

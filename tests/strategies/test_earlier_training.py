@@ -20,9 +20,8 @@ from lightning_dp.accounting import PLDAccountant, PoissonGaussian
 from lightning_dp.accounting.base import epsilon_text
 from lightning_dp.accounting.journal import Charges, Journal, read_written
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.report import totals
+from lightning_dp.report import run_report
 from lightning_dp.schedules import Exponential
-from lightning_dp.strategies import earlier_training
 from tests.zoo import private
 
 DELTA, RATE = 1e-5, 24 / 240
@@ -57,7 +56,7 @@ def fit(loader, make_trainer, make):
 @pytest.fixture
 def another_process(monkeypatch) -> Callable[[], None]:
     """Forgets what this process knows; the journals are what is left."""
-    return lambda: monkeypatch.setattr(earlier_training, "_process", earlier_training._Process())
+    return lambda: monkeypatch.setattr(run_report, "_process", run_report._Process())
 
 
 def warned(call: Callable[[], Any]) -> float:
@@ -234,7 +233,9 @@ def test_other_journals_in_the_folder_are_said_at_the_start_with_the_sum(
 
 
 def test_a_plan_without_an_end_says_what_was_spent(make):
-    said = totals.with_whole_plan(Charges({"a": [(PoissonGaussian(1.5, RATE), 5)]}), make()._run)
+    said = run_report.with_whole_plan(
+        Charges({"a": [(PoissonGaussian(1.5, RATE), 5)]}), make()._run
+    )
     spent = f"That spent ε = {epsilon_text(epsilon(5))} at δ = 1e-05 (add_remove) already"
     assert said == f"{spent}, to which this run adds."
 

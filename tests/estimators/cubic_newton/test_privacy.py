@@ -201,7 +201,7 @@ def test_one_record_moves_each_inner_query_by_at_most_its_bound(make_trainer, ke
     newton = CubicNewton(1.0, 1.0, 2, max_grad_norm=0.7, max_hessian_norm=0.3, keep=keep)
     size = sum(param.numel() for param in net().parameters())
     generator = torch.Generator().manual_seed(5)
-    entries = newton.kept(size)
+    entries = newton.query_size(size)
     offsets = tuple(
         scale * torch.randn(entries, generator=generator, dtype=torch.float64)
         for scale in (0.0, 1e-3, 1.0, 50.0)

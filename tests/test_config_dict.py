@@ -27,7 +27,7 @@ from lightning_dp import (
     StepDecay,
     Storm,
 )
-from lightning_dp._described import check_same, described
+from lightning_dp._config_dict import check_same, config_dict
 from lightning_dp.schedules import FromInfluence
 
 
@@ -58,7 +58,7 @@ def function() -> None:
 def same(before: object, now: object) -> bool:
     """Whether a run of the one can be resumed as the other, through a file."""
     file = io.BytesIO()
-    torch.save(described(before), file)
+    torch.save(config_dict(before), file)
     file.seek(0)
     try:
         check_same({"part": torch.load(file, weights_only=True)}, {"part": now})
@@ -93,7 +93,7 @@ def test_one_is_one_however_it_was_given():
     ids=name_of,
 )
 def test_a_value_equals_itself_in_another_process_and_nothing_else(value):
-    assert repr(json.loads(json.dumps(described(value)))) == repr(described(value))
+    assert repr(json.loads(json.dumps(config_dict(value)))) == repr(config_dict(value))
     assert same(value, value)
     assert same(Mine(value), Mine(value))
     assert not same(Mine(value), Mine("another"))
@@ -119,7 +119,7 @@ def test_other_values_are_noticed(before, now):
 
 def test_a_function_without_a_name_equals_itself_only():
     one, other = (lambda: 1), (lambda: 2)
-    assert described(one) != described(other)
+    assert config_dict(one) != config_dict(other)
 
 
 def test_an_object_that_refers_to_itself_is_described():
@@ -141,8 +141,8 @@ def test_a_field_that_a_later_version_added_had_its_default():
 
 
 def test_a_field_without_a_default_cannot_be_made_up():
-    assert described(Diff2(3))["restart_every"] == 3
-    old = {k: v for k, v in described(Diff2(3)).items() if k != "restart_every"}
+    assert config_dict(Diff2(3))["restart_every"] == 3
+    old = {k: v for k, v in config_dict(Diff2(3)).items() if k != "restart_every"}
     with pytest.raises(ValueError, match="part differs"):
         check_same({"part": old}, {"part": Diff2(3)})
 
@@ -162,7 +162,7 @@ def test_an_argument_that_a_later_version_added_had_its_default():
             r"speed=2 in Mine, a field that this version lacks",
         ),
         (
-            {"part": described(Mine()), "other": "x"},
+            {"part": config_dict(Mine()), "other": "x"},
             r"other='x' in its configuration, a field that this",
         ),
     ],
@@ -173,7 +173,7 @@ def test_what_is_not_known_is_refused_by_name(before, match):
 
 
 def test_a_difference_is_told_as_the_calls_that_make_it():
-    before = described((Diff2(3, 0.5), Momentum(0.5)))
+    before = config_dict((Diff2(3, 0.5), Momentum(0.5)))
     match = r"it was \(Diff2\(restart_every=3, .*\), Momentum\(beta=0\.5\)\), now \(Plain\(rate='a'"
     with pytest.raises(ValueError, match=match):
         check_same({"part": before}, {"part": (Plain("a"),)})
