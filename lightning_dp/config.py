@@ -329,7 +329,7 @@ class PrivacyConfig:
             raise RefusedSetting(
                 f"sampling={sampling} in a trial of a search, whose share of the budget is declared in "
                 "Poisson steps. Use sampling=Poisson() there.",
-                topic="batch-size",
+                topic="batch-limit",
             )
         if not isinstance(sampling, TruncatedPoisson):
             return
@@ -346,7 +346,7 @@ class PrivacyConfig:
                 f"sampling={sampling} needs the same noise and rate at every step, and noise_schedule="
                 f"{self.noise_schedule} with {self.resolved_estimator()} changes them. Use Constant() "
                 "and MeanGradient, or sampling=Poisson().",
-                topic="batch-size",
+                topic="batch-limit",
             )
 
     def _check_block(self) -> None:

@@ -125,7 +125,7 @@ class CheckedHistory(Sequence[tuple[AbstractEvent, int]]):
         return cls(entries, steps, tuple((e, n) for e, n in entries if n and not e.is_pair))
 
     def external(self, relation: Relation) -> History:
-        """Return releases that are no pair; raise ValueError for one without a bound under the relation."""
+        """Return releases that are no pair; raise ValueError for one the relation does not bound."""
         check_bounded(self.events, relation)
         return self.others
 

@@ -239,7 +239,7 @@ class TruncatedPoisson(AbstractSampling):
                 f"sampling={self}: a process draws {mean:g} records a step on average, so most batches "
                 f"would be cut, at half the noise. Use a limit of {mean + 5 * math.sqrt(mean):.0f}, or "
                 "a smaller batch_size.",
-                topic="batch-size",
+                topic="batch-limit",
             )
         return plan
 
@@ -259,7 +259,7 @@ class TruncatedPoisson(AbstractSampling):
             raise RefusedSetting(
                 f"sampling={self}: what it costs depends on the number of records, which a Trainer's run "
                 "fills in. Use it there; federated clients and audits take Poisson() or FullBatch().",
-                topic="batch-size",
+                topic="batch-limit",
             )
         return TruncatedGaussian(noise_multiplier, sample_rate, self.limit, self.num_records)
 
