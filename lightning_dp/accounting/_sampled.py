@@ -94,8 +94,8 @@ class AllocationNode(NamedTuple):
     So the result dominates in both orders, and sums of 2k come from those of k: about 2 log2(t) sums.
 
     Args:
-        noise_multiplier: z.
-        batches: t.
+        noise_multiplier: of each step.
+        batches: t, the steps of the epoch.
     """
 
     noise_multiplier: float
