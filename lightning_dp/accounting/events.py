@@ -383,7 +383,7 @@ class TruncatedGaussian(AbstractEvent):
 
     @property
     def pair(self) -> tuple[float, float]:
-        """``(noise_multiplier / 2, sample_rate)``: as if the limit were always reached."""
+        """``(noise_multiplier / 2, sample_rate)``, as if the limit were always reached."""
         return self.noise_multiplier / 2, self.sample_rate
 
     @property
@@ -403,7 +403,7 @@ class TruncatedGaussian(AbstractEvent):
 
 @dataclass(frozen=True)
 class RandomAllocationEpoch(AbstractEvent):
-    """An epoch of t steps, each record in one of them, drawn uniformly by itself, anew and in secret.
+    """An epoch of t steps, each record in one of them, drawn uniformly by itself, and in secret.
 
     With z C of noise on each step's sum, what the epoch tells of a record is at most the pair
     ``P = (1/t) sum_i N(e_i, z^2 I)``, ``Q = N(0, z^2 I)`` in t dimensions, also if later steps depend on
@@ -418,7 +418,7 @@ class RandomAllocationEpoch(AbstractEvent):
 
     Args:
         noise_multiplier: ``z >= 0`` of each step.
-        batches: t.
+        batches: t, the steps of the epoch.
         steps: that the charge covers, at most t.
 
     Raises:

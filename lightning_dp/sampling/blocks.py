@@ -198,7 +198,7 @@ class CyclicPoisson(AbstractBlockSampling):
 
 @dataclass(frozen=True)
 class RandomAllocation(AbstractBlockSampling):
-    """Each record is in exactly one batch of an epoch of t steps, drawn uniformly, anew in each epoch.
+    """Each record is in exactly one batch of an epoch of t steps, drawn uniformly for each epoch.
 
     So an epoch sees every record once, which Poisson batches do not, and ε is a little lower than theirs
     (1 to 6 percent, most where noise is small). An epoch is charged before its first record, and a stop
@@ -273,7 +273,7 @@ class RandomAllocation(AbstractBlockSampling):
             if epoch not in places:
                 if epoch < latest:  # another allocation of it was not charged
                     raise RefusedRun(
-                        f"Step {step} was asked for long after its epoch. Fit anew instead.",
+                        f"Step {step} was asked for long after its epoch. Call fit again instead.",
                         topic="out-of-order",
                     )
                 latest = epoch
