@@ -199,6 +199,7 @@ FAULTS = (
     Fault("constant_losses_pass", "not bool((first.norms > _NOTHING).any())", "and False"),
     Fault("norms_not_judged", "before.norms.clamp(min=1.0)).sum().abs() * (n / k)", " * 0"),
     Fault("a_rule_that_reads_is_public", "return stops(_unreadable(reads))", " or True  #"),
+    Fault("callbacks_mix_records", "not (is_same or self._step.one_record)", "and False"),
     Fault("stops_by_state_are_public", "_put(now, self._ever, sign * _FAR", " * 0"),
     Fault(
         "weights_of_hooks_saved",
@@ -229,7 +230,7 @@ FAULTS = (
         "if not owners else Chunk(position + offset, len(records), first, rate, step, last, records)",
     ),
     Fault("all_rows_of_a_user_read", "if len(own) <= self.most_rows", "or True"),
-    Fault("sums_of_views_for_their_mean", "owners.counts.double()", "** 0"),
+    Fault("sums_of_views_for_their_mean", "(self.records * self.counts.double()", "** 0"),
     Fault("secure_releases_not_rounded", "if not self.is_secure or not std > 0", "or True"),
     Fault("secure_sums_in_float32", "return torch.float64 if self.is_secure", "and False"),
 )
