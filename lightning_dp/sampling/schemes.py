@@ -211,7 +211,7 @@ class TruncatedPoisson(AbstractSampling):
     num_records: int | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
-        normalise(self, whole, "limit")
+        normalise(self, whole, "limit", *(["num_records"] if self.num_records is not None else []))
 
     @property
     def follows_loader(self) -> bool:
