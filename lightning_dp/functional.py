@@ -339,6 +339,11 @@ def _entries(tensor: Tensor) -> int:
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
+def is_finite(vector: Tensor) -> bool:
+    """Return True if all numbers are finite, as their sum shows unless it overflows."""
+    return math.isfinite(float(vector.sum())) or bool(torch.isfinite(vector).all())
+
+
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """Return all entries, in order, as one flat vector of real numbers.
 

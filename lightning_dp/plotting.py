@@ -7,7 +7,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -128,6 +128,50 @@ def plot_charges(
     if title:
         ax.set_title(title)
     return ax
+
+
+def plot_federation(attendance: Sequence[tuple[int, int, bool, float]], *, names: int = 10) -> Axes:
+    """Draw ε that each client claims over the rounds, above who was there.
+
+    Args:
+        attendance: rounds, clients, whether each answered then, and its ε; NaN for no claim.
+        names: the most clients that get a colour and a name each.
+
+    Returns:
+        the axes of ε; those of the clients are the last of its figure's.
+
+    Raises:
+        ImportError: without matplotlib.
+
+    Example:
+        >>> ax = plot_federation([(0, 0, True, 0.5), (0, 1, False, math.nan), (1, 0, True, 0.7)])
+        >>> [line.get_label() for line in ax.lines]
+        ['client 0']
+    """
+    _, (above, below) = _pyplot("The picture of a federation").subplots(
+        2, sharex=True, figsize=(7, 5), height_ratios=[3, 2], layout="constrained"
+    )
+    claims: dict[int, list[tuple[int, float]]] = {}
+    for round_, client, _, epsilon in attendance:
+        if math.isfinite(epsilon):
+            claims.setdefault(client, []).append((round_, epsilon))
+    for client, points in sorted(claims.items()):
+        style = {"label": f"client {client}"} if len(claims) <= names else {"color": "0.5"}
+        above.plot(*zip(*points, strict=True), marker=".", linewidth=1, **style)
+    if 0 < len(claims) <= names:
+        above.legend(fontsize="small")
+    above.set_ylabel(r"$\epsilon$ that a client claims")
+    above.set_ylim(bottom=0)
+    for answered, color, label in ((True, "C0", "answered"), (False, "C3", "left out")):
+        places = [(i, c) for i, c, there, _ in attendance if there is answered]
+        if places:
+            below.scatter(*zip(*places, strict=True), color=color, label=label, marker="s", s=12)
+    below.legend(fontsize="small", loc="upper right")
+    below.set_xlabel("round")
+    below.set_ylabel("client")
+    for axis in (below.xaxis, below.yaxis):
+        axis.get_major_locator().set_params(integer=True)
+    return cast("Axes", above)
 
 
 def svg(draw: Callable[[], Axes]) -> bytes:

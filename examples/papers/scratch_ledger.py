@@ -21,9 +21,6 @@ class ScratchLedger(ReleaseLedger):
     def history(self) -> list[tuple[AbstractEvent, int]]:
         return [(event, 1) for event in self._events]
 
-    def has_begun(self, spending: Spending) -> bool:
-        return bool(self._events)
-
     def release(
         self,
         spending: Spending,
@@ -32,6 +29,9 @@ class ScratchLedger(ReleaseLedger):
         make: Callable[[np.random.Generator], bytes],
         *,
         keep: bool = True,
+        try_first: Callable[[], object] | None = None,
     ) -> bytes:
+        if try_first is not None and not self._events:
+            try_first()
         self._events += spending.events(round_)
         return make(random_generator(None))

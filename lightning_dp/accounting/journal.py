@@ -6,13 +6,14 @@ Both files have lines of JSON with a checksum, and survive a crash at any moment
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import re
 import secrets
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from pathlib import Path
@@ -761,12 +762,16 @@ def federations_in(runs: Charges) -> dict[str, Charges]:
 
 def write_release_file(path: Path, progress: Progress, kept: Kept, note: bytes) -> None:
     """Replace the file, durably: it is the old one or the new one at any moment."""
-    content = b"".join([*kept.values(), note])
+    contents = [*kept.values(), note]
     places = [[round_, part, len(sent)] for (round_, part), sent in kept.items()]
-    header = [_RELEASE_FORMAT, vars(progress), places, zlib.crc32(content)]
+    header = [_RELEASE_FORMAT, vars(progress), places, _crc_of(contents)]
     line = checked_line(header, (", ", ": "))  # as earlier versions wrote it
     with replaced(path) as file:
-        file.write(line + content)
+        file.writelines([line, *contents])
+
+
+def _crc_of(contents: Iterable[bytes]) -> int:
+    return functools.reduce(lambda check, content: zlib.crc32(content, check), contents, 0)
 
 
 def read_release_file(path: Path) -> tuple[Progress, Kept, bytes]:
@@ -775,15 +780,13 @@ def read_release_file(path: Path) -> tuple[Progress, Kept, bytes]:
     Raises:
         JournalError: if it is damaged.
     """
-    line, _, content = path.read_bytes().partition(b"\n")
-    progress, places, check = _header(path, line)
-    if check != zlib.crc32(content):
+    with open(path, "rb") as file:
+        progress, places, check = _header(path, file.readline())
+        kept = {(round_, part): file.read(length) for round_, part, length in places}
+        note = file.read()
+    if check != _crc_of([*kept.values(), note]):
         raise _release_damaged(path)
-    kept, start = {}, 0
-    for round_, part, length in places:
-        kept[round_, part] = content[start : start + length]
-        start += length
-    return progress, kept, content[start:]
+    return progress, kept, note
 
 
 def _header(path: Path, line: bytes) -> tuple[Progress, list[list[int]], int]:

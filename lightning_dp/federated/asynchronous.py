@@ -47,7 +47,7 @@ from lightning_dp.federated.protocol import (
     Records,
     norm_bound,
 )
-from lightning_dp.functional import shared_mask
+from lightning_dp.functional import is_finite, shared_mask
 from lightning_dp.sampling import Poisson
 
 __all__ = [
@@ -266,7 +266,7 @@ class AsyncPlan(RoundPlan):
         coordinates = self.coordinates(i, len(point))
         eta = self.step_size(i)
         if coordinates is None:
-            return point - eta * update.to(point.dtype)
+            return torch.add(point, update.to(point.dtype), alpha=-eta)
         scaled = update.to(point.dtype) * (len(point) / len(coordinates))
         return point.index_add(0, coordinates, scaled, alpha=-eta)
 
@@ -522,6 +522,9 @@ class AsyncServer(QuorumServer):
             return f"all {self.plan.rounds} rounds were made"
         return self._end_of_budgets()
 
+    def round_of(self, client: int) -> int:
+        return self._applied[client]
+
     @property
     def awaited(self) -> set[int]:
         return set(self._awaited)
@@ -581,7 +584,7 @@ class AsyncServer(QuorumServer):
             largest = self.plan.bound(i, self._broadcast)
             update = message.reals("update", size, self._point.dtype, largest)
             point = self.plan.move(self._point, i, update, client)
-            if not bool(torch.isfinite(point).all()):
+            if not is_finite(point):
                 raise MessageError(f"With the update of client {client} the model is not finite.")
             self._point = point
             self._applied[client] += 1

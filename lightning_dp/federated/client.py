@@ -33,6 +33,7 @@ from lightning_dp.federated.protocol import (
     Records,
     check_records,
 )
+from lightning_dp.functional import is_finite
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.mechanism import BudgetExhausted
 from lightning_dp.noise_plan import NoisePlan
@@ -152,10 +153,6 @@ class Client(ABC):
                 f"{reprlib.repr(dict(message.facts))}."
             )
         planned = self.read(message)
-        # A mistake in the client's module costs nothing before the first charge.
-        try_once = getattr(self.records, "try_once", None)
-        if try_once is not None and not self.ledger.has_begun(self.spending):
-            try_once()
 
         def charged(rng: np.random.Generator) -> bytes:
             if self._seed is not None:  # batches and noise are different streams of it
@@ -165,7 +162,8 @@ class Client(ABC):
 
         place = (self.spending, planned.round, planned.part)
         try:
-            return self.ledger.release(*place, charged, keep=planned.keep)
+            try_first = getattr(self.records, "try_once", None)
+            return self.ledger.release(*place, charged, keep=planned.keep, try_first=try_first)
         except BudgetExhausted:
             return Message(REFUSED, planned.place).to_bytes()
 
@@ -213,7 +211,7 @@ def check_point(records: Records, point: Tensor, name: str = "The model") -> Non
     """Raise MessageError for what cannot be the trained parameters of the client's model."""
     if not point.dtype.is_floating_point:
         raise MessageError(f"{name} is of {point.dtype}, not of floating-point numbers.")
-    if not len(point) or not bool(torch.isfinite(point).all()):
+    if not len(point) or not is_finite(point):
         raise MessageError(f"{name} is not finite.")
     check = getattr(records, "check_point", None)  # records without a module check no more
     if check is None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import secrets
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,9 +22,9 @@ from torch import Tensor, nn
 from lightning_dp._files import fixed_folder, local_folder, replaced
 from lightning_dp._refusals import RefusedRun, RefusedSetting, text_of
 from lightning_dp._validate import above_0, instance, whole, whole_from_0
-from lightning_dp.accounting import PLDAccountant
 from lightning_dp.federated.client import Client, check_fingerprint, fingerprint
 from lightning_dp.federated.ledger import ReleaseLedger
+from lightning_dp.federated.logbook import Logbook, Problem
 from lightning_dp.federated.protocol import (
     AbstractServer,
     Attendance,
@@ -245,10 +243,11 @@ def server_app(
       for too long ends with the latest model, and goes on if it is started again.
     - The server's state is saved to ``server.pt`` before a request leaves that rests on it: if the
       run dies, a new one with the same ``folder`` goes on from there.
-    - TensorBoard files, ``federation.json`` (rounds, metrics, every client's ε; also of a run that
-      fails) and at the end ``model.pt``, the module's ``state_dict``, are in ``folder``. ``epsilon`` of
-      a client is what it claims, and ``epsilon_of_plan`` what the rounds cost by the plan, where that
-      is known. A claim that falls is logged: that client's ledger was lost, or is another one.
+    - TensorBoard files and ``rounds.csv`` (who was there, and claimed which ε) are in ``folder``, and at
+      the end ``model.pt``, the module's ``state_dict``, and also of a run that fails ``federation.json``
+      and the page ``federation.md`` with a picture. ``epsilon`` of a client is what it claims, and
+      ``epsilon_of_plan`` what the rounds cost by the plan, where that is known. A claim that falls is
+      logged: that client's ledger was lost, or is another one.
 
     Assign the result at module level: Flower looks for it there.
 
@@ -301,7 +300,8 @@ def server_app(
                 machine.load_state_dict(saved["state"])
         metrics = (lambda: evaluate(context, module)) if evaluate else dict[str, float]
         exchange = Exchange(grid, count, run, fingerprint(module), ttl, poll_interval)
-        _ServerRun(run, machine, module, params, metrics, exchange, place).to_the_end()
+        book = Logbook(place, run, is_new=saved is None)
+        _ServerRun(run, machine, module, params, metrics, exchange, place, book).to_the_end()
 
     return app
 
@@ -316,14 +316,6 @@ class Reply(NamedTuple):
     client: int
     payload: bytes | None  # None if it has come, or come back, at a new node
     facts: Mapping[str, Fact]
-
-
-class Problem(NamedTuple):
-    """A message that is lost or cannot be used, of a client or of a node that is nobody's yet."""
-
-    sender: str
-    client: int | None
-    text: str
 
 
 class _Flight(NamedTuple):
@@ -550,124 +542,6 @@ def _can_be_kept(name: object, value: object) -> bool:
 # -- a run ---------------------------------------------------------------------------------------
 
 
-class Logbook:
-    """The record of a run: TensorBoard files and ``federation.json``. Noised values and counts only."""
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter  # clients need none
-
-            folder.mkdir(parents=True, exist_ok=True)
-            self._writer = SummaryWriter(str(folder))
-        except OSError as error:
-            raise RefusedSetting(
-                f"folder={str(folder)!r} takes no results: {error}. Give another folder, or make "
-                "room.",
-                topic="federated-server",
-            ) from None
-        self._path = folder / "federation.json"
-        self._clients: dict[int, dict[str, Any]] = {}
-        self._metrics: dict[str, float] = {}
-        self._counts: Counter[str] = Counter(replies=0, problems=0)
-        self.problems: dict[str, str] = {}
-        """The latest problem of each sender, since its reply was applied."""
-
-    def add_client(self, client: int, facts: Mapping[str, Any], step: int | None) -> None:
-        """Note the facts of a client; with ``step``, of its reply, which is counted."""
-        before = self._clients.get(client, {})
-        self._clients[client] = {**before, **facts, "client": client}
-        if facts.get("epsilon", math.inf) < before.get("epsilon", 0.0):
-            _log.warning(
-                "Client %s claims epsilon %.4g after %.4g: its ledger was lost, or is another one.",
-                *(client, facts["epsilon"], before["epsilon"]),
-            )
-        if step is not None:
-            self.problems.pop(f"Client {client}", None)
-            self._counts["replies"] += 1
-            if "epsilon" in facts:
-                self._scalar(f"privacy/epsilon_client_{client}", facts["epsilon"], step)
-
-    def add_problem(self, problem: Problem) -> None:
-        """Count and log a problem: each of a client, and those of a node that are new."""
-        sender, client, text = problem
-        if client is not None or self.problems.get(sender) != text:
-            _log.warning("%s: %s. Asking again.", sender, text.rstrip("."))
-        self.problems[sender] = text
-        self._counts["problems"] += 1
-
-    def add_absences(self, step: int, clients: Iterable[int]) -> None:
-        """Log each client that a round goes on without, and its latest problem."""
-        for client in sorted(clients):
-            problem = self.problems.get(f"Client {client}", "it has not replied")
-            _log.warning("Round %d goes on without client %d: %s", step, client, problem)
-            self._counts["left out"] += 1
-
-    def add_model(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a new global model."""
-        self._metrics = {name: float(value) for name, value in metrics.items()}
-        scalars = {f"global/{name}": value for name, value in self._metrics.items()}
-        scalars |= {f"progress/{name}": count for name, count in self._counts.items()}
-        if claims := self._claims:
-            scalars["privacy/epsilon_max"] = max(claims)
-        for name, value in scalars.items():
-            self._scalar(name, value, step)
-        self._writer.flush()
-
-    @property
-    def _claims(self) -> list[float]:
-        return [facts["epsilon"] for facts in self._clients.values() if "epsilon" in facts]
-
-    def line(self, step: int) -> str:
-        """Return one line for the console: the progress of the run."""
-        parts = [f"{name} {value:.4g}" for name, value in self._metrics.items()]
-        if claims := self._claims:
-            parts.append(f"largest epsilon that a client claims {max(claims):.4g}")
-        parts += [f"{count} {name}" for name, count in self._counts.items()]
-        return f"Federation: {step} rounds are over; " + ", ".join(parts)
-
-    def close(self, machine: AbstractServer, reason: str) -> None:
-        """Write the summary of a run that is over or has failed, whatever the facts were."""
-        clients = {}
-        for client, facts in sorted(self._clients.items()):
-            planned = _epsilon_of_plan(machine, facts)
-            clients[str(client)] = _json({**facts, **planned})
-        summary = {
-            "rounds": machine.round,
-            "ended": reason,
-            "metrics": _json(self._metrics),
-            **self._counts,
-            "clients": clients,
-        }
-        content = json.dumps(summary, allow_nan=False, indent=2) + "\n"
-        with replaced(self._path, mode=None) as file:
-            file.write(content.encode())
-        self._writer.close()
-
-    def _scalar(self, name: str, value: float, step: int) -> None:
-        if math.isfinite(value):  # TensorBoard draws no infinite ε; the summary has it
-            self._writer.add_scalar(name, value, step)
-
-
-def _epsilon_of_plan(machine: AbstractServer, facts: Mapping[str, Any]) -> dict[str, float]:
-    """Return ε of the rounds so far by the plan, at a client's own δ, relation and size."""
-    try:
-        history = machine.spent(facts["num_records"]) if facts["unit"] == "record" else None
-        if history is None:
-            return {}
-        epsilon = PLDAccountant().epsilon(history, facts["delta"], facts["relation"])
-    except (KeyError, ValueError, TypeError, ArithmeticError):  # facts may be anybody's
-        return {}
-    return {"epsilon_of_plan": epsilon}
-
-
-def _json(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Write infinity as the text "inf", which JSON has no number for."""
-    return {
-        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in numbers.items()
-    }
-
-
 @dataclass
 class _ServerRun:
     """One run of the ServerApp."""
@@ -679,11 +553,13 @@ class _ServerRun:
     metrics: Callable[[], Mapping[str, float]]
     exchange: Exchange
     folder: Path
+    logbook: Logbook
     _next_line: float = 0.0
+    _is_saved: bool = False
+    _request: bytes | None = None  # the latest new one, which rests on the saved state
 
     def to_the_end(self) -> None:
         """Ask, collect and apply, until the protocol is done or lacks its quorum for too long."""
-        self.logbook = Logbook(self.folder)
         self.attendance = Attendance(self.machine.quorum, time.monotonic())
         try:
             self._go_on()
@@ -695,18 +571,20 @@ class _ServerRun:
         reason = self.machine.reason or "no quorum; a new run in this folder goes on"
         self.logbook.close(self.machine, reason)
         if self.machine.is_done:
-            (self.folder / _STATE).unlink()  # the next run is a new one
+            (self.folder / _STATE).unlink(missing_ok=True)  # the next run is a new one
         _console.info(self.logbook.line(self.machine.round))
 
     def _go_on(self) -> None:
         machine, quorum = self.machine, self.machine.quorum
         self._publish()
-        self._save_state()
         stage, published = machine.stage, machine.round
         heard_at, pause = time.monotonic(), _SHORTEST_PAUSE
         while not machine.is_done:
             for client in self.exchange.idle:
                 if (request := machine.request(client)) is not None:
+                    if request is not self._request:
+                        self._save_state()
+                    self._request = request
                     self.exchange.send(client, request)
             applied = [self._apply(reply) for reply in self.exchange.collect()]
             for problem in self.exchange.take_problems():
@@ -724,7 +602,7 @@ class _ServerRun:
                 stage = machine.stage
                 self.attendance.begin(now, left_out)
             if any(applied) or left_out:
-                self._save_state()
+                self._is_saved = False
                 if machine.round != published:
                     published = machine.round
                     self._publish()
@@ -737,6 +615,7 @@ class _ServerRun:
                     "goes on where this one stopped.",
                     *(quorum.patience, machine.round, self.exchange.missing, self.logbook.problems),
                 )
+                self._save_state()
                 return
             else:
                 time.sleep(pause)
@@ -746,8 +625,9 @@ class _ServerRun:
         """Give a reply to the protocol; return True if it has gone on by it."""
         if reply.payload is None:  # the client has come, or come back
             self.attendance.hear(reply.client)
-            self.logbook.add_client(reply.client, reply.facts, None)
+            self.logbook.add_client(reply.client, reply.facts)
             return False
+        round_ = self.machine.round_of(reply.client)
         try:
             # A machine that returns nothing has taken it.
             is_late = self.machine.receive(reply.client, reply.payload) is False
@@ -757,7 +637,7 @@ class _ServerRun:
             problem = f"its reply cannot be used: {text_of(error)}"
         self.exchange.settle(reply, problem)
         if not problem:
-            self.logbook.add_client(reply.client, reply.facts, self.machine.round)
+            self.logbook.add_reply(round_, reply.client, reply.facts)
         return not problem
 
     def _publish(self) -> None:
@@ -772,8 +652,13 @@ class _ServerRun:
             _console.info(self.logbook.line(self.machine.round))
 
     def _save_state(self) -> None:
-        """Save before the next request leaves: no client may be ahead of a server that resumes."""
-        _save({"run": self.name, "state": self.machine.state_dict()}, self.folder / _STATE)
+        """Save before a new request leaves: no client may be ahead of a server that resumes.
+
+        Replies since then are asked for again, and are the same bytes.
+        """
+        if not self._is_saved:
+            _save({"run": self.name, "state": self.machine.state_dict()}, self.folder / _STATE)
+        self._is_saved = True
 
 
 def _save(value: Any, path: Path) -> None:

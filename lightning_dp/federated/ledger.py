@@ -241,6 +241,7 @@ class ReleaseLedger:
         make: _Make,
         *,
         keep: bool = True,
+        try_first: Callable[[], object] | None = None,
     ) -> bytes:
         """Return the bytes of a release: those that left before, or newly charged and made ones.
 
@@ -252,6 +253,7 @@ class ReleaseLedger:
                 generator of the round's batch, which is the same for all its parts.
             keep: False for what must not be written to disk (a sum that a trusted server will
                 noise); it is then made again, from the same batch.
+            try_first: called before the run's first charge: what it raises costs nothing.
 
         Raises:
             BudgetExhausted: if the round does not fit into the budget or the plan.
@@ -263,6 +265,8 @@ class ReleaseLedger:
             if (sent := run.kept.get((round_, part))) is not None:
                 return sent
             before = run.progress
+            if before.begun < 0 and try_first is not None:
+                try_first()
             again = not keep and (round_, part) == (before.begun, before.parts - 1)
             now = before if again else run.begin(round_, part)
             try:
@@ -277,11 +281,6 @@ class ReleaseLedger:
                 kept[round_, part] = content
             run.write(replace(now, parts=part + 1), kept)
             return content
-
-    def has_begun(self, spending: Spending) -> bool:
-        """Return True if a round of the run was charged, or began to be."""
-        with _OpenRun(self, spending) as run:
-            return run.progress.begun >= 0
 
 
 class _OpenRun:

@@ -27,7 +27,7 @@ from lightning_dp._validate import optional, whole
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.boundary import BoundedSum, Query, Term, bounded_sum
 from lightning_dp.federated.client import fingerprint
-from lightning_dp.functional import flatten, unflatten
+from lightning_dp.functional import flat_dtype, flatten, is_finite, number_of_entries, unflatten
 from lightning_dp.gradients import AbstractGradientEngine, RecordPasses, Replay
 from lightning_dp.gradients.base import UNANSWERED, Around
 from lightning_dp.gradients.batches import call_training_step
@@ -161,15 +161,15 @@ class LocalRecords:
         Raises:
             ValueError: for another dtype or size, or numbers that overflow in a parameter's dtype.
         """
-        here = self.point
-        if point.dtype != here.dtype or point.shape != here.shape:
+        dtype, size = flat_dtype(self.params), number_of_entries(self.params)
+        if point.dtype != dtype or point.shape != (size,):
             raise RefusedSetting(
                 f"{tuple(point.shape)} of {point.dtype} was sent, and this client's model has "
-                f"{len(here)} trained numbers of {here.dtype}. Build the same module everywhere.",
+                f"{size} trained numbers of {dtype}. Build the same module everywhere.",
                 topic="federated-messages",
             )
         parts = unflatten(point, self.params)
-        if not all(bool(torch.isfinite(part).all()) for part in parts):
+        if not all(is_finite(part) for part in parts):
             raise RefusedSetting(
                 "some numbers are not finite in this client's module.", topic="federated-messages"
             )

@@ -21,6 +21,7 @@ from lightning_dp._refusals import Refusal
 from lightning_dp._validate import above_0, instance, normalise, optional, whole
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.boundary import BoundedSum, Query, State
+from lightning_dp.functional import is_finite, length
 
 __all__ = [
     "MAJORITY",
@@ -232,6 +233,10 @@ class AbstractServer(ABC):
     def round(self) -> int:
         """The number of rounds that are over."""
 
+    def round_of(self, client: int) -> int:
+        """Return the round that this client may answer now; of one that is ahead, a later one."""
+        return self.round
+
     @property
     def stage(self) -> tuple[int, ...]:
         """The round and its part, which change as soon as others are asked, or something else is."""
@@ -300,7 +305,7 @@ class QuorumServer(AbstractServer):
     def _begin(self) -> None:
         """Check the first model and the quorum, and begin with them."""
         start = instance("start", self.start, Tensor)
-        if start.dim() != 1 or not bool(torch.isfinite(start).all()):
+        if start.dim() != 1 or not is_finite(start):
             raise ValueError("start must be a vector of finite numbers.")
         self._least = instance("quorum", self.quorum, Quorum).least(self.num_clients)
         self._point, self._left = start.detach().clone(), set[int]()
@@ -438,9 +443,10 @@ class Message:
         if not raw.is_floating_point():
             raise MessageError(f"{name} is of {raw.dtype}, not of real numbers.")
         value = raw.to(torch.promote_types(dtype, torch.float32))
-        if not bool(torch.isfinite(value.square().sum())):
+        norm = float(length(value))
+        if not norm * norm <= torch.finfo(value.dtype).max:
             raise MessageError(f"{name} is not finite, or has no finite norm, as {value.dtype}.")
-        if not float(value.double().norm()) <= largest:
+        if not norm <= largest:
             raise MessageError(f"{name} is longer than {largest:.6g}, which the plan allows.")
         return value
 

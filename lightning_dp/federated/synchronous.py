@@ -57,6 +57,7 @@ from lightning_dp.federated.protocol import (
     Records,
     norm_bound,
 )
+from lightning_dp.functional import is_finite
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import Poisson
 
@@ -312,7 +313,7 @@ class SynchronousServer(QuorumServer):
 
     def _is_finite(self, point: Tensor) -> bool:
         """Check a model; a run that has diverged ends at the last model that was finite."""
-        finite = bool(torch.isfinite(point).all())
+        finite = is_finite(point)
         if not finite:
             self._reason = "the model is no longer finite: lower the learning rate"
         return finite
@@ -389,7 +390,7 @@ class SynchronousServer(QuorumServer):
             assert self._query is not None
             size = self._query.size(len(self._point))
             answer = message.reals("sum", size, self._point.dtype, self._largest(self._query))
-            self._total = self._total + answer
+            self._total += answer
             self._answered.add(client)
         if self._local is None and self._answered and not self.awaited:
             self.leave_out()
@@ -590,7 +591,7 @@ class QueryClient(Client):
                 batch = draw(self.records, rate, rng)
                 released = noised_sum(self.records, query, batch, source)
                 state = routine.tell(state, released.mean(rate * self.records.num_records))
-            end = state["x"] if bool(torch.isfinite(state["x"]).all()) else state["before"]
+            end = state["x"] if is_finite(state["x"]) else state["before"]
             return Message(_WALKED, place, {"x": end.to(x.dtype)})
 
         return PlannedRelease(2 * step + 1, 0, place, make)

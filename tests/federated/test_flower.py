@@ -52,6 +52,7 @@ from lightning_dp.federated.flower import (
     server_app,
 )
 from lightning_dp.federated.local import LocalRecords
+from lightning_dp.federated.logbook import Presence, federation_page, read_rounds
 from lightning_dp.federated.protocol import Message as Content
 from lightning_dp.federated.protocol import Quorum
 from tests.federated.zoo import (
@@ -59,6 +60,7 @@ from tests.federated.zoo import (
     DELTA,
     EVERYBODY,
     FEDERATIONS,
+    ROUNDS,
     SEED,
     START,
     Federation,
@@ -532,6 +534,69 @@ def test_a_client_answers_the_runs_on_its_list_only(tmp_path, log):
     assert log("this run is not in the list of those that it answers")
     told = summary(tmp_path / "wanted")["clients"]["0"]
     assert told["epsilon"] == told["epsilon_of_plan"] > 0
+
+
+# -- the page at the end -----------------------------------------------------------------------
+
+
+def test_the_page_of_a_run_has_who_was_there_and_what_each_claims(tmp_path):
+    """Client 1 gives up in round 2; the server dies in round 4, and another one goes on."""
+    path, asked = tmp_path / "server" / "rounds.csv", []
+
+    class Leaving(LogCosh):
+        def bounded_sum(self, query: Any, records: Any) -> Any:
+            if self.seed == 1 and len(asked) >= 6:
+                raise KeyError("a record's name")
+            asked.append(self.seed)
+            if len(asked) == 11:
+                path.write_text(path.read_text() + "4,0")  # half a line
+                raise KeyboardInterrupt
+            return super().bounded_sum(query, records)
+
+        def __init__(self, seed: int) -> None:
+            super().__init__(seed=seed)
+            self.seed = seed
+
+    settings = {"quorum": Quorum(clients=2, tries=2), "settings": {"target_epsilon": 50.0}}
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, records=Leaving, **settings)
+    assert len(read_rounds(path)) == 6 + 2 * 3
+    run(tmp_path, records=Leaving, **settings)
+    attendance = read_rounds(path)
+    assert [(p.round, p.client) for p in attendance] == [
+        (i, c) for i in range(ROUNDS) for c in range(CLIENTS)
+    ]
+    assert [(p.round, p.client) for p in attendance if not p.answered] == [
+        (i, 1) for i in range(2, ROUNDS)
+    ]
+    found = summary(tmp_path)["clients"]
+    for c in (0, 2):
+        charged = history(tmp_path / "ledgers", f"client-{c}")
+        epsilons = [p.epsilon for p in attendance if p.client == c]
+        assert epsilons == sorted(epsilons) and epsilons[-1] == found[f"{c}"]["epsilon"]
+        assert epsilons[-1] == PLDAccountant().epsilon(charged, DELTA)
+    page = (tmp_path / "server" / "federation.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith("| 1 |")]
+    assert row.endswith("| 2 | 2–5 |") and "record's name" not in page
+    picture = (tmp_path / "server" / "federation.svg").read_text()
+    assert picture.startswith("<?xml") and picture.count("<use") >= len(attendance)
+
+
+def test_the_page_shows_no_text_of_a_client_and_names_who_is_not_private():
+    facts = {
+        "epsilon": "inf",
+        "delta": True,
+        "unit": "<script>",
+        "num_records": "many",
+        "seeded": True,
+    }
+    about = {"run": "trial", "rounds": 1, "ended": "", "metrics": {}, "clients": {"0": facts}}
+    page = federation_page(about, [Presence(0, 3, True, math.nan)])
+    assert "| 0 |  | inf |  | δ = , unknown unit | 0 |  |" in page and "| 3 |" in page
+    assert "script" not in page and "many" not in page and "Client 0 draws repeatable" in page
+    facts.update(unit="client", trusts_server=True, epsilon=1.00001)
+    page = federation_page(about, [])
+    assert "1.001" in page and "about its data as a whole," in page and "without noise" in page
 
 
 # -- whose number it is ------------------------------------------------------------------------

@@ -256,7 +256,9 @@ class Federation:
 ASYNC = AsyncPlan(ROUNDS, PolynomialSizes(1.5, 3), InverseSteps(0.05, beta=0.01))
 
 
-def asynchronous(plan: AsyncPlan, noise: float = Z, clip_norm: float = 1.0) -> Federation:
+def asynchronous(
+    plan: AsyncPlan, noise: float = Z, clip_norm: float = 1.0, clients: int = CLIENTS
+) -> Federation:
     def client(records: Any, c: int, ledger: Any, *, run: str, **privacy: Any) -> AsyncClient:
         return AsyncClient(
             records, plan, ClientPrivacy(clip_norm, noise, **privacy), ledger, run=run
@@ -268,7 +270,7 @@ def asynchronous(plan: AsyncPlan, noise: float = Z, clip_norm: float = 1.0) -> F
             size = plan.sizes(i)
             mask = slice(None) if plan.keep is None else plan.coordinates(i, SIZE)
             moved = x.clone()
-            for c in (c for c in range(CLIENTS) if is_there(c, i)):
+            for c in (c for c in range(clients) if is_there(c, i)):
                 rows = LogCosh(seed=c).rows(x, records=batch(c, i, size / RECORDS))[:, mask]
                 total = noised(clipped(rows, 1.0), noise * 1.0, noise_source(SEED + c, i, 0))
                 moved[mask] -= 0.05 / (1 + 0.01 * before) * total * SIZE / len(total)
@@ -278,7 +280,7 @@ def asynchronous(plan: AsyncPlan, noise: float = Z, clip_norm: float = 1.0) -> F
     events = [(PoissonGaussian(noise, plan.sizes(i) / RECORDS), 1) for i in range(plan.rounds)]
 
     def server(run: str, start: Tensor, quorum: Quorum = EVERYBODY) -> AsyncServer:
-        return AsyncServer(run, plan, start, CLIENTS, quorum)
+        return AsyncServer(run, plan, start, clients, quorum)
 
     return Federation(server, client, lambda c: events, twin)
 
@@ -408,6 +410,7 @@ def diff2(
 
 WALK = BVRLSGD(0.2, 4, 0.5, noise_multiplier=3.0, sample_rate=0.4)
 TWO_ROUNDS = asynchronous(replace(ASYNC, rounds=2))
+FIVE_CLIENTS = asynchronous(replace(ASYNC, rounds=2), clients=5)
 FEDERATIONS = {
     "asynchronous": asynchronous(ASYNC),
     "asynchronous, sparse": asynchronous(replace(ASYNC, keep=3)),

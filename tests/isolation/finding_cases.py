@@ -207,24 +207,34 @@ class CoherentAtBatchStart(Base):
         batch[0].copy_(coherent(batch[0]))
 
 
-class EditsAtBatchStart(L.Callback):
+class AtBatchStart(L.Callback):
+    """Does something with the batch that every callback is handed."""
+
+    def __init__(self, act: Callable[[Any], object]) -> None:
+        self.act = act
+
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        batch[0].copy_(coherent(batch[0]))
+        self.act(batch)
 
 
-class ReplacesAtBatchStart(L.Callback):
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        batch[0] = coherent(batch[0])
-
-
-class ReadsAtBatchStart(L.Callback):
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.seen = float(batch[0].mean()), batch[0].clone().zero_()
-
-
-bad("callback", "writes_a_batch", n=512, data=marked, callbacks=lambda: [EditsAtBatchStart()])(Base)
-bad("callback", "exchanges_a_batch", n=8, callbacks=lambda: [ReplacesAtBatchStart()])(Base)
-ordinary("callback", "reads_a_batch", callbacks=lambda: [ReadsAtBatchStart()])(Base)
+EDITS: dict[str, Callable[[Any], object]] = {
+    "mixes_rows": lambda batch: batch[0].lerp_(batch[0].flip(0), 0.5),
+    "centres_rows": lambda batch: batch[0].sub_(batch[0].mean(0)),
+    "grows_rows": lambda batch: batch[0].copy_(coherent(batch[0])),
+    "exchanges_rows": lambda batch: batch.__setitem__(0, batch[0] - batch[0].mean(0)),
+    "exchanges_labels": lambda batch: batch.__setitem__(1, batch[1].flip(0)),
+}
+READS: dict[str, Callable[[Any], object]] = {
+    "the_mean": lambda batch: batch[0].mean(),
+    "a_copy": lambda batch: batch[0].clone().zero_(),
+    "numbers": lambda batch: batch[1].tolist(),
+    "another_list": lambda batch: [*batch].clear(),
+    "the_largest": lambda batch: batch[0].max().item(),
+}
+for name, act in EDITS.items():
+    bad("callback", name, callbacks=lambda act=act: [AtBatchStart(act)])(Base)
+for name, act in READS.items():
+    ordinary("callback", name, callbacks=lambda act=act: [AtBatchStart(act)])(Base)
 
 
 def coherent_collate(rows: list[Any]) -> Any:

@@ -17,6 +17,7 @@ COMMANDS = {
     "alone.py": ["--models", "logistic regression"],
     "import_time.py": [],
     "federated.py": ["--clients", "2", "--size", "1000", "--rounds", "1"],
+    "flower_dp.py": ["--rounds", "2", "--seeds", "1"],
     "noise.py": ["--quick"],
 }
 
@@ -31,7 +32,7 @@ def test_it_runs(script, root):
         timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    words = ("goal", "MiB", "ns a value", "ratio", "ms a record", "ms a client")
+    words = ("goal", "MiB", "ns a value", "ratio", "ms a record", "ms a client", "ε by Flower")
     assert any(word in done.stdout for word in words)
 
 

@@ -12,7 +12,18 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from lightning_dp.federated.flower import client_app, server_app
-from tests.federated.zoo import DELTA, EVERYBODY, SEED, START, TWO_ROUNDS, LogCosh
+from tests.federated.zoo import (
+    CLIENTS,
+    DELTA,
+    EVERYBODY,
+    FIVE_CLIENTS,
+    SEED,
+    START,
+    TWO_ROUNDS,
+    LogCosh,
+)
+
+OF = {CLIENTS: TWO_ROUNDS, 5: FIVE_CLIENTS}
 
 
 class Weights(nn.Module):
@@ -41,7 +52,11 @@ def number(context: Context) -> int:
 
 
 def out(context: Context) -> Path:
-    return Path(str(context.run_config["out"]))
+    return Path(str(context.run_config["out"])).expanduser()
+
+
+def clients(context: Context) -> int:
+    return int(context.run_config["clients"])
 
 
 def build(context: Context) -> LogCosh:
@@ -81,10 +96,15 @@ def answer(message: Message, context: Context) -> Message:
     return Message(RecordDict(bad[count]), reply_to=message) if count < len(bad) else reply
 
 
+def machine(context: Context, run: str, start: Any) -> Any:
+    count = clients(context)
+    return OF[count].server(run, start, replace(EVERYBODY, clients=count, patience=300.0))
+
+
 server = server_app(
     lambda context: Weights(),
-    lambda context, run, start: TWO_ROUNDS.server(run, start, replace(EVERYBODY, patience=300.0)),
-    num_clients=lambda context: int(context.run_config["clients"]),
+    machine,
+    num_clients=clients,
     folder=lambda context: out(context) / "server",
     poll_interval=0.2,
     ttl=40.0,

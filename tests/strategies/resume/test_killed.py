@@ -43,6 +43,8 @@ ROUNDS: dict[str, dict[str, Any]] = {
 
 # Of places close to each other one is killed by default.
 RARE = {
+    "charged",
+    "optimizer done",
     "every step saved",
     "before charge",
     "backward",

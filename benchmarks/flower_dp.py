@@ -1,0 +1,198 @@
+"""Flower's own differential privacy and this package's at the same ε, on one small task.
+
+    python benchmarks/flower_dp.py [--epsilon 8] [--rounds 10] [--seeds 3]
+
+Logistic regression on scikit-learn's digits, 50 clients with 28 records each; ε hides a whole client
+(add or remove one), at δ = 1e-3. Both run in one process over the messages of Flower. Noise is
+calibrated by this package's accountant for all; Flower's (RDP) computes ε of the same releases.
+
+- central: the server is trusted, clips (Flower) or has the clients clip (here), and noises the sum
+  once. Flower: DP-FedAvg, with local epochs. Here: SynchronousServer(noise="server"), one gradient.
+- local: each client noises what it sends. Flower's LocalDpMod takes the noise of one message from
+  the classical formula and composes nothing: it gets ε / T and δ / T for each of T rounds.
+
+Each row takes the best of four learning rates: an exploration that its ε does not cover.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import lightning as L
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.mod import LocalDpMod
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
+from flwr.supercore import privacy_accounting as flower
+from flwr.supercore.privacy_accounting.rdp_accountant import RdpAccountant
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "federated"))
+from loopback import LoopbackGrid
+
+from lightning_dp import Constant, FullBatch, MeanGradient
+from lightning_dp.accounting import Gaussian, PLDAccountant, calibrate
+from lightning_dp.federated.flower import client_app, server_app
+from lightning_dp.federated.local import LocalRecords
+from lightning_dp.federated.synchronous import QueryClient, SynchronousServer
+from lightning_dp.noise_plan import NoisePlan
+
+CLIENTS, DELTA, CLIP_NORM = 50, 1e-3, 0.5
+RATES = (0.1, 0.3, 1.0, 3.0)
+
+
+class Logistic(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        nn.init.zeros_(self.layer.weight)
+        nn.init.zeros_(self.layer.bias)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+
+
+def digits() -> tuple[list[TensorDataset], TensorDataset]:
+    """The records of each client, and the test data."""
+    x, y = load_digits(return_X_y=True)
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+    x, y = torch.tensor(x / 16, dtype=torch.float32)[order], torch.tensor(y)[order]
+    size = 28
+    parts = [slice(c * size, (c + 1) * size) for c in range(CLIENTS)]
+    rest = slice(CLIENTS * size, None)
+    return [TensorDataset(x[p], y[p]) for p in parts], TensorDataset(x[rest], y[rest])
+
+
+TRAIN, TEST = digits()
+
+
+def accuracy(module: Logistic) -> float:
+    x, y = TEST.tensors
+    return float((module.layer(x).argmax(1) == y).float().mean())
+
+
+def partition(context: Context) -> int:
+    return int(context.node_config["partition-id"])
+
+
+# -- Flower ------------------------------------------------------------------------------------
+
+
+def trained(message: Message, context: Context, rate: float, epochs: int) -> Message:
+    """Full-batch gradient descent on a client's records."""
+    module = Logistic()
+    module.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    optimizer = torch.optim.SGD(module.parameters(), rate)
+    for _ in range(epochs):
+        optimizer.zero_grad()
+        module.training_step(TRAIN[partition(context)].tensors, 0).backward()
+        optimizer.step()
+    arrays, count = ArrayRecord(module.state_dict()), MetricRecord({"num-examples": 28})
+    return Message(RecordDict({"arrays": arrays, "metrics": count}), reply_to=message)
+
+
+def with_flower(
+    kind: str, epochs: int, rounds: int, epsilon: float, z: float, rate: float
+) -> tuple[float, float]:
+    """Return the accuracy, and ε by Flower's accountant (NaN where it has none)."""
+    local = LocalDpMod(CLIP_NORM, CLIP_NORM, epsilon / rounds, DELTA / rounds)
+    app = ClientApp(mods=[local] if kind == "local" else [])
+    app.train()(lambda message, context: trained(message, context, rate, epochs))
+    relation = flower.NeighboringRelation.ADD_OR_REMOVE_ONE
+    method = flower.SamplingMethod.NO_AMPLIFICATION
+    config = flower.PrivacyConfig(DELTA, CLIENTS, relation, method)
+    accountant, strategy = RdpAccountant(config), FedAvg(fraction_evaluate=0.0)
+    if kind == "central":
+        strategy = DifferentialPrivacyServerSideFixedClipping(
+            strategy, z, CLIP_NORM, CLIENTS, accountant=accountant
+        )
+    grid = LoopbackGrid(app, CLIENTS)
+    result = strategy.start(grid, ArrayRecord(Logistic().state_dict()), rounds)
+    module = Logistic()
+    module.load_state_dict(result.arrays.to_torch_state_dict())
+    return accuracy(module), accountant.get_epsilon(DELTA) if kind == "central" else float("nan")
+
+
+# -- here --------------------------------------------------------------------------------------
+
+
+def with_lightning_dp(kind: str, rounds: int, z: float, rate: float) -> float:
+    """Return the accuracy."""
+    is_central = kind == "central"
+    plan = NoisePlan(z, Constant(), FullBatch(), 1.0, MeanGradient(CLIP_NORM))
+    budget = {"target_epsilon": 100.0, "target_delta": DELTA, "trusts_server": is_central}
+    scores: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        client = client_app(
+            lambda context: LocalRecords(Logistic(), TRAIN[partition(context)], unit="client"),
+            lambda context, run, records, ledger: QueryClient(
+                records, plan, ledger, run=run, rounds=rounds, **budget
+            ),
+            ledger_dir=Path(folder, "ledgers"),
+        )
+        server = server_app(
+            lambda context: Logistic(),
+            lambda context, run, start: SynchronousServer(
+                *(run, plan, start, rounds, CLIENTS, CLIENTS, rate),
+                noise="server" if is_central else "client",
+            ),
+            num_clients=CLIENTS,
+            folder=Path(folder, "results"),
+            evaluate=lambda context, module: scores.append(accuracy(module)) or {},
+            poll_interval=0.001,
+        )
+        LoopbackGrid(client, CLIENTS).start(server)
+    return scores[-1]
+
+
+def row(name: str, run: Callable[[float], tuple[float, float]], seeds: int, epsilon: float) -> None:
+    """Print the best rate's mean accuracy, ε by both accountants, and the time of one run."""
+    begin, found = time.process_time(), []
+    for rate in RATES:
+        scores = [run(rate) for _ in range(seeds)]
+        found.append((mean(score for score, _ in scores), rate, scores[0][1]))
+    seconds = (time.process_time() - begin) / (seeds * len(RATES))
+    best, rate, flowers = max(found)
+    print(f"| {name} | {best:.3f} | {rate} | {epsilon:.2f} | {flowers:.2f} | {seconds:.1f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--epsilon", type=float, default=8.0)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for name in ("flwr", "lightning_dp.federated"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    rounds, seeds = options.rounds, options.seeds
+    z = calibrate([1.0] * rounds, 1.0, rounds, options.epsilon, DELTA)
+    epsilon, nan = PLDAccountant().epsilon([(Gaussian(z), rounds)], DELTA), float("nan")
+    print(f"{rounds} rounds with noise multiplier {z:.3f}\n")
+    print(
+        "| | accuracy | rate | ε | ε by Flower | s a run |\n| --- | --- | --- | --- | --- | --- |"
+    )
+    for kind in ("central", "local"):
+        for epochs in (1, 5):
+            name = f"{kind}: Flower, local epochs {epochs}"
+            settings = (kind, epochs, rounds, options.epsilon, z)
+            row(name, lambda rate, s=settings: with_flower(*s, rate), seeds, epsilon)
+        here = f"{kind}: lightning-dp, one gradient"
+        row(here, lambda rate, k=kind: (with_lightning_dp(k, rounds, z, rate), nan), seeds, epsilon)
+
+
+if __name__ == "__main__":
+    main()
