@@ -81,6 +81,16 @@ FAULTS = (
     Fault(
         "half_the_rate_charged", "sampled_gaussian(noise_multiplier, sample_rate", "/ 2", "schemes"
     ),
+    Fault("limit_not_kept", "if len(drawn) <= self.limit", "* 2"),
+    Fault("pushed_out_records_forgotten", "self.sample_rate)) * (1 + 1e-6", ") * (0"),
+    Fault("pushed_out_records_count_once", "return self.noise_multiplier / 2", "* 2"),
+    Fault("allocated_to_twice_the_steps", "RandomAllocationEpoch(noise_multiplier, window", "* 2"),
+    Fault(
+        "one_allocation_for_all_epochs",
+        "epoch, place = divmod(step - start, steps",
+        ")\n            epoch = int(0",
+    ),
+    Fault("ratios_rounded_down", "upper = np.expm1(np.clip(place - left, 0.0, 1.0) * step)", "* 0"),
     Fault(
         "groups_bounded_by_the_largest",
         "return math.hypot(*self.groups.values()",
@@ -178,7 +188,7 @@ FAULTS = (
         '"past": [*getattr(self.noise, "_past", ())],',
         "mechanism",
     ),
-    Fault("fixed_order_as_add_remove", 'fixed = relation == "add_remove"', "and False"),
+    Fault("fixed_order_as_add_remove", 'if relation != "add_remove"', "or True"),
     Fault("written_weights_pass", "written = [names[i] for i in before.written()]", "[:0]"),
     Fault("steps_left_out_pass", "is_fault = self._usual is not None", "and False"),
     Fault(
