@@ -317,3 +317,32 @@ def test_a_model_trains_privately_with_averaged_weights(make_trainer):
     # At the end Lightning puts the average in the model.
     assert float((model(x).argmax(1) == y).double().mean()) > 0.6
     assert privacy.steps == 60 and privacy.report().private
+
+
+# -- optimizers of torch ---------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
+def test_muon_steps_on_the_private_gradient_as_it_is(make_trainer):
+    released = []
+
+    class Watch(L.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            released.append([param.grad.clone() for param in pl_module.parameters()])
+
+    def matrices():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 3, bias=False))
+
+    model, alone = Classifier(matrices(), lambda p: torch.optim.Muon(p, lr=0.02)), matrices()
+    callback = private()
+    trainer = make_trainer(max_steps=5, callbacks=[Watch(), callback])
+    trainer.fit(model, DataLoader(TensorDataset(*records(60)), 12))
+
+    optimizer = torch.optim.Muon(alone.parameters(), lr=0.02)
+    for gradients in released:
+        for param, gradient in zip(alone.parameters(), gradients, strict=True):
+            param.grad = gradient
+        optimizer.step()
+    assert callback.steps == len(released) == 5
+    assert torch.equal(flat(model), flat(alone))

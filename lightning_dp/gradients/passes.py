@@ -133,7 +133,7 @@ class RecordPasses:
         params: the trained parameters, in the order of flat vectors.
         engine: name of the gradient engine, or a choice that is shared with others.
         clipping: the rule by which each record's gradient is scaled to the query's clip norm.
-        public, wrap, loss_graph_check: as for :class:`WatchedModel`.
+        public, wrap, loss_graph_check, loss_scale: as for :class:`WatchedModel`.
         quietly: given the engine in use, is entered around each run of a chunk, so that it leaves no
             trace in the model; yields what is entered around parts of a batch that run together.
         again: is entered around what runs once more since another engine takes over.
@@ -155,6 +155,7 @@ class RecordPasses:
         again: Callable[[], AbstractContextManager[None]] = nullcontext,
         wrap: WrapEngine = lambda engine: engine,
         loss_graph_check: bool = True,
+        loss_scale: float = 1.0,
     ) -> None:
         self._module, self._params = module, params
         self._is_sharded = any(map(is_sharded, params))
@@ -166,6 +167,7 @@ class RecordPasses:
             public=public,
             wrap=wrap,
             loss_graph_check=loss_graph_check,
+            loss_scale=loss_scale,
         )
 
     def detach(self) -> None:

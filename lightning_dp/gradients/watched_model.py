@@ -123,6 +123,9 @@ class WatchedModel:
         public: parameters that are trained on no records; their gradients are let through.
         wrap: puts something between the engine and the clipping.
         loss_graph_check: :meth:`check_loss` refuses losses that mix records, by their graph.
+        loss_scale: multiplies each record's loss during its backward pass, and is divided out after
+            it: of the record itself, so neither how many others there are nor how the loss was
+            divided decides what becomes too large or too small for a type of 16 bits.
 
     Raises:
         UnsupportedModelError: if no engine can handle the model.
@@ -138,10 +141,12 @@ class WatchedModel:
         public: Collection[nn.Parameter],
         wrap: WrapEngine,
         loss_graph_check: bool,
+        loss_scale: float,
     ) -> None:
         self._module, self._params, self._choice = module, params, choice
         self._wrap, self._checks_graph = wrap, loss_graph_check
         self._owners: RowOwners | None = None  # of the latest pass
+        self._loss_scale, self._rows, self._factor = loss_scale, 1, 1.0
         self.engine = self._attached()
         """The engine in use."""
         others = {id(param) for param in public}
@@ -238,7 +243,7 @@ class WatchedModel:
         return nullcontext() if self.engine.one_record else self._compiled.as_written()
 
     def _batch(self, batch: Any, size: int, owners: RowOwners | None) -> SampleBatch:
-        self._owners = owners
+        self._owners, self._rows = owners, size
         return SampleBatch(batch, size, self._choice.layout or DEFAULT_LAYOUT, owners)
 
     def check_loss(self, loss: Tensor, size: int) -> None:
@@ -246,11 +251,28 @@ class WatchedModel:
         if self._checks_graph and not self.engine.isolates:
             check_loss_graph(loss, size, self.engine.outputs_of_layers())
 
-    def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
-        """Run the backward pass of a loss, as :meth:`AbstractGradientEngine.backward`."""
+    def _scale(self, rows: int, divisor: float = 1.0) -> float:
+        """Return what makes each row's part of a loss its own loss times the scale."""
+        return 1.0 if self._loss_scale == 1 else self._loss_scale * max(1, rows) * divisor
+
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        keep_graph: bool = False,
+        combined: bool = False,
+        divisor: float = 1.0,
+    ) -> None:
+        """Run the backward pass of a loss, as :meth:`AbstractGradientEngine.backward`.
+
+        Args:
+            divisor: the loss was divided by it.
+        """
         with self.as_written():
             self._raw.touched()
-            self.engine.backward(loss, keep_graph=keep_graph, combined=combined)
+            self._factor = self._scale(self._rows, divisor)
+            scaled = _times(loss, self._factor)
+            self.engine.backward(scaled, keep_graph=keep_graph, combined=combined)
         self._refuse_inside()
 
     def _refuse_inside(self) -> None:
@@ -260,7 +282,7 @@ class WatchedModel:
     def take(self, scale: float = 1.0) -> AbstractPerSampleGradients:
         """Take what the last backward pass left; ``scale`` undoes a division of the loss."""
         self._raw.touched()
-        return self._of_units(self.engine.take(scale))
+        return self._of_units(self.engine.take(scale / self._factor))
 
     def _of_units(self, found: AbstractPerSampleGradients) -> AbstractPerSampleGradients:
         """Return the mean of each unit's rows, of engines that give scaled sums over them."""
@@ -289,11 +311,13 @@ class WatchedModel:
             if not is_differentiable(loss):
                 raise NoLoss
             self.check_loss(loss, size)
-            return loss
+            return _times(loss, factor)
 
+        factor = self._scale(size)
+        own = weights[0] / factor, weights[1] / factor
         try:
             with as_written(), self._watching():
-                return self._of_units(self.engine.along(run_again, direction, weights))
+                return self._of_units(self.engine.along(run_again, direction, own))
         finally:
             self._raw.touched()
 
@@ -301,3 +325,7 @@ class WatchedModel:
         """Forget what passes left."""
         self._raw.touched()
         self.engine.drop()
+
+
+def _times(loss: Tensor, factor: float) -> Tensor:
+    return loss if factor == 1 else loss.float() * factor
