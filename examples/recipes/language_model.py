@@ -76,8 +76,16 @@ class Form:
     is_checked: bool = True
 
 
-GPT2 = Form(12, 12, 768, 50257, 8192, 128, 12000, 900, 20, 2048, 32, 10, (3e-4, 1e-4, 1e-3), "bf16-mixed")  # fmt: skip
-SMALL = Form(2, 4, 64, 1024, 1024, 32, 4096, 900, 6, 512, 128, 6, (3e-3, 1e-3, 5e-3))
+GPT2 = Form(
+    layers=12, heads=12, width=768, vocabulary=50257, merges=8192, length=128,
+    records=12000, test=900, epochs=20, batch=2048, chunk=32, public_epochs=10,
+    rates=(3e-4, 1e-4, 1e-3), precision="bf16-mixed",
+)  # fmt: skip
+SMALL = Form(
+    layers=2, heads=4, width=64, vocabulary=1024, merges=1024, length=32,
+    records=4096, test=900, epochs=6, batch=512, chunk=128, public_epochs=6,
+    rates=(3e-3, 1e-3, 5e-3),
+)  # fmt: skip
 SMALLEST = replace(
     SMALL, merges=300, length=16, records=96, test=16, epochs=1, batch=32, chunk=16, public_epochs=0,
     is_checked=False,
@@ -192,7 +200,9 @@ def public_text(form: Form, maker: ByteLevelBPETokenizer) -> TensorDataset:
     return padded([ids[i : i + size] for i in range(0, len(ids) - size, size)], size)
 
 
-def trainer(form: Form, epochs: int, folder: str, *callbacks: L.Callback, chunks: int = 1) -> L.Trainer:
+def trainer(
+    form: Form, epochs: int, folder: str, *callbacks: L.Callback, chunks: int = 1
+) -> L.Trainer:
     return L.Trainer(
         max_epochs=epochs, accelerator="auto", devices=1, precision=form.precision,
         accumulate_grad_batches=chunks, callbacks=list(callbacks), logger=False,
@@ -221,7 +231,13 @@ def prepare() -> None:
 
 
 def run(
-    form: Form, data: str, *, lora: bool, epsilon: float | None, seed: int, epochs: int | None = None
+    form: Form,
+    data: str,
+    *,
+    lora: bool,
+    epsilon: float | None,
+    seed: int,
+    epochs: int | None = None,
 ) -> Outcome:
     """Train once, in a process of its own, so that its memory can be measured."""
     prepare()
@@ -319,7 +335,7 @@ def main() -> None:
                     print(f"{key}, seed {seed}: {found}", flush=True)
     print(table(start, runs))
     options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "language_model_table.json"
+    path = options.output / "language_model.json"
     saved = {key: [asdict(each) for each in found] for key, found in runs.items()}
     path.write_text(json.dumps({"start": start, "runs": saved}, indent=1), "utf-8")
     print(f"saved: {path}")

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import CubicNewton, Diff2, FullBatch
+from lightning_dp import Checks, CubicNewton, Diff2, FullBatch
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients import RecordPasses
 from lightning_dp.strategies.step import LOSS_SCALE
@@ -169,6 +169,16 @@ def test_it_is_the_run_in_float32_up_to_rounding(settings, accumulate, make_trai
         runs.append(flat(model))
     moved = (runs[1] - flat(net())).norm()
     assert 0 < (runs[0] - runs[1]).norm() < 0.02 * moved
+
+
+@pytest.mark.parametrize("kind", [Classifier, Overflows])
+def test_comparisons_find_nothing_in_it(kind, make_trainer):
+    """Among them those with other records: an overflow there is theirs alone, too."""
+    found, trainer = fit(
+        make_trainer, kind(net()), checks=Checks(), options={**half(), "max_steps": 12}
+    )
+    assert found.steps == 12
+    assert trainer.strategy.private_run.isolation.startswith("compared on synthetic samples")
 
 
 def test_all_records_overflow_and_the_run_trains_on_noise(make_trainer):
