@@ -316,9 +316,10 @@ def main() -> None:
     size.add_argument("--smallest", action="store_const", const=SMALLEST, dest="form")
     parser.add_argument("--epsilon", type=float, default=EPSILON, help="budget of each run")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each kind")
+    parser.add_argument("--precision", help="of the Trainer; 16-mixed for a GPU without bfloat16")
     parser.add_argument("--output", type=Path, default=Path("outputs/recipes"))
     options = parser.parse_args()
-    form = options.form
+    form = replace(options.form, precision=options.precision or options.form.precision)
     prepare()
     maker = token_maker(form)
     runs: dict[str, list[Outcome]] = {}
