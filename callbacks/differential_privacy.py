@@ -1,4 +1,4 @@
-"""The main door: one callback makes a Trainer train privately."""
+"""The callback that makes a Trainer train privately."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class DifferentialPrivacy(Callback):
         noise_multiplier: z >= 0; the noise on the sum has standard deviation z·C. The scale of
             ``noise_schedule``. 0 trains without privacy (ε is inf).
         noise_schedule: how the noise changes over steps; default constant.
-        estimator: forms the question to the data; default DP-SGD's mean of clipped gradients.
+        estimator: forms the query of each step; default DP-SGD's mean of clipped gradients.
         postprocessing: applied to the private gradient, in order.
         sampling: ``Poisson()``, ``FullBatch()``, ``CyclicPoisson(bands)`` or ``FixedOrder()``.
         noise: ``IndependentNoise()`` (default); noise that remembers, ``BandedNoise(bands)`` with
             ``CyclicPoisson(bands)`` or ``FixedOrder()``, ``LambdaCGD(lam)`` with ``FixedOrder()``.
-        unit: what is protected: ``UserLevel(ids=..., most_rows=k)`` for users with all their rows;
+        unit: the unit of privacy: ``UserLevel(ids=..., most_rows=k)`` for users with all their rows;
             by default each row of the data set, a record.
         augmentations: K >= 1, times that each record of a batch is read; the mean of its K gradients
             is clipped. ε does not depend on it, and ``__getitem__`` makes another view each time.
@@ -70,27 +70,27 @@ class DifferentialPrivacy(Callback):
             first of "layers", "records" and "one_by_one" that covers the model.
         ledger_dir: folder of the privacy journal, on this machine; default
             ``<default_root_dir>/privacy``. A relative one begins where the process is now.
-        checks: what is looked at during a fit, and what you declare in its place:
+        checks: the checks of a fit, and your declarations in their place:
             ``Checks(gradient_edits="centred per layer")``; see :class:`lightning_dp.Checks`.
         private_optimizer: where ``configure_optimizers`` gives several (manual optimization), the one
             that is trained on the records: its place, or the dotted path of a module whose
             parameters it holds ("discriminator"). The others are public: their steps may use
             released and synthetic values only, and are not charged.
-        advice: say before the first step what noise and batches mean for learning, and afterwards what
-            the releases tell of it; from public numbers and releases alone. Costs one vector of the
+        advice: print advice about noise and batches before the first step, and a judgement of the
+            releases after the last; from public numbers and releases alone. Costs one vector of the
             model's size.
         count_clipped: also release, noised, how many records of each batch were clipped; logged as
-            ``privacy/share_clipped``. Charged with the gradient as one event, whose noise it makes
-            0.5 % longer.
-        other_releases: what else was released about the same records, with the guarantee that is
-            stated for it: ``[ApproximateDP(0.5, 1e-7, relation="add_remove", what="table of
-            ages")]``. It counts in ε and in the budget, is kept in the journal, and the report
+            ``privacy/share_clipped``. Charged with the gradient as one event, whose noise has a
+            0.5 % larger norm.
+        other_releases: other releases about the same records, with the guarantee that is stated
+            for each: ``[ApproximateDP(0.5, 1e-7, relation="add_remove", what="table of
+            ages")]``. It counts in ε and in the budget, is in the journal, and the report
             names it in your words. One that several trainings declare counts once in their sum.
-        about: your words about the data (its name, what a record is, who is responsible), for the
+        about: names and owners of the data (its name, the meaning of a record), for the
             report; see :class:`lightning_dp.About`.
         secure_noise: draw noise and batches from AES-256 in counter mode (of ``cryptography``) instead
             of PCG64 seeded by the operating system, sum in float64, and round what is released
-            to 2^-20 of the noise, so that its low bits tell nothing.
+            to 2^-20 of the noise, so that its low bits reveal nothing.
         seed: repeatable noise and batches, for tests; the report says that nothing is private.
         isolation_probe: earlier spelling of ``checks=Checks(dry_run=...)``; goes with the next version.
         loss_graph_check: of ``checks=Checks(loss_graph=...)``.
@@ -241,6 +241,6 @@ class DifferentialPrivacy(Callback):
 
     def report(self) -> PrivacyReport:
         """Return the claims that this run allows; ``print`` it, or take ``to_dict()``."""
-        from lightning_dp.report.of_run import report
+        from lightning_dp.report.run_report import report_of_run
 
-        return report(self._run)
+        return report_of_run(self._run)

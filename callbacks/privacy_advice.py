@@ -14,7 +14,7 @@ __all__ = ["PrivacyAdvice"]
 
 
 class PrivacyAdvice(PrivacyCallback):
-    """Prints what noise and batches mean for learning, before the first step and after the last.
+    """Prints advice about noise and batches, before the first step and after the last.
 
     All from public numbers and releases, so it costs no privacy. Nothing is printed in a
     ``fast_dev_run``, for ``advice=False``, or for a run that was voided.

@@ -1,4 +1,4 @@
-"""ε and what noise means where users look: progress bar, loggers, other callbacks."""
+"""ε and metrics of the noise in progress bar, loggers and other callbacks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HORIZON = 100_000  # steps of a plan without an end for which nodes are chosen
 
 
 class PrivacyLogger(PrivacyCallback):
-    """Keeps ``privacy/epsilon`` and ``privacy/noise_multiplier`` current, and logs what noise means.
+    """Logs ``privacy/epsilon``, ``privacy/noise_multiplier`` and other metrics of the noise.
 
     At the steps to log, loggers also get, from public numbers and releases alone:
 

@@ -66,10 +66,9 @@ class PrivacyReportFiles(PrivacyCallback):
         if run.voided is not None:
             return None  # the error is printed; nothing is written after it
 
-        from lightning_dp.report.of_run import report
-        from lightning_dp.report.totals import at_end
+        from lightning_dp.report.run_report import at_end, report_of_run
 
-        content = report(run)
+        content = report_of_run(run)
         written, failure = self._write(content, is_over=True)
         where = failure or ("none in a fast_dev_run" if written is None else _shown(written))
         rank_zero_info(content.summary(where))

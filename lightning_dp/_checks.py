@@ -35,7 +35,7 @@ class MisconfigurationError(Refusal, MisconfigurationException):
 
 
 def check_model(module: nn.Module, *, may_be_sharded: bool = False) -> None:
-    """Refuse layers that mix the records of a batch, or write what they see into their weights.
+    """Refuse layers that mix the records of a batch, or write them into weights.
 
     And models of which each process holds a part, unless the strategy knows of it.
     """

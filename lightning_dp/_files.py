@@ -31,7 +31,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # also as pathlib leaves it; C:
 
 
 def file_of_checkpoint(path: Path) -> Path:
-    """Return the file in which a checkpoint has what is no weight: of a sharded one, in its folder."""
+    """Return the file of a checkpoint's plain data; of a sharded one, in its folder."""
     inside = path / "meta.pt"
     return inside if inside.is_file() else path
 

@@ -1,4 +1,4 @@
-"""Layers that cannot be trained privately, or only slowly, and what is put in their place."""
+"""Layers that cannot be trained privately, or only slowly, and their replacements."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def is_constant(layer: nn.Module) -> bool:
 
 
 def has_own_forward(layer: BatchNorm) -> bool:
-    """Tell whether a subclass computes something that nobody here knows."""
+    """Return whether a subclass may compute something else."""
     known = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
     return type(layer).forward not in known and not _is_with_activation(layer)
 
@@ -94,7 +94,7 @@ def _is_with_activation(layer: BatchNorm) -> bool:
 
 
 def has_seen_data(layer: BatchNorm) -> bool:
-    """Tell whether a layer has statistics, and other ones than it was made with."""
+    """Return whether a layer has statistics, and other ones than it was made with."""
     mean, var = layer.running_mean, layer.running_var
     if mean is None or var is None or mean.is_meta:
         return False
@@ -204,7 +204,7 @@ class FixedNorm(nn.Module):
 
 @dataclass(frozen=True)
 class _Change:
-    """One layer and what became of it.
+    """One layer and its replacement.
 
     Args:
         name: of the layer in the model.
@@ -222,7 +222,7 @@ class _Change:
 def fix(
     model: M, *, norms: Norms = "auto", channels_per_group: int = 16, attention: bool = False
 ) -> M:
-    """Replace layers that cannot be trained privately, in place; return the model and say what was done.
+    """Replace layers that cannot be trained privately, in place; print the changes, return the model.
 
     - BatchNorm and SyncBatchNorm become GroupNorm, or constants (see ``norms``); InstanceNorm loses
       its running statistics.
@@ -287,7 +287,7 @@ class _Fixing:
         self.changes: list[_Change] = []
 
     def run(self) -> nn.Module:
-        """Replace the layers under all their names; return the model, or what replaces it."""
+        """Replace the layers under all their names; return the model, or its replacement."""
         for name, layer in list(self._model.named_modules()):
             self._drop_max_norm(name, layer)
             if normalises_over_the_batch(layer):
@@ -325,13 +325,13 @@ class _Fixing:
         self._put(name, layer, with_what_followed(layer, new.train(layer.training)), words)
 
     def _is_fixed(self, name: str, layer: BatchNorm) -> bool:
-        """Tell whether statistics become constants."""
+        """Return whether statistics become constants."""
         if self._norms == "auto":
             return has_seen_data(layer) and self._is_frozen(name, layer)
         return self._norms == "fixed" and layer.running_mean is not None
 
     def _is_frozen(self, name: str, layer: BatchNorm) -> bool:
-        """Tell whether nothing of it is trained; of a layer without parameters, what is next to it."""
+        """Return whether nothing of it is trained; of a layer without parameters, what is next to it."""
         params = list(layer.parameters())
         if not params:
             params = list(self._model.get_submodule(name.rpartition(".")[0]).parameters())
@@ -393,7 +393,7 @@ def _kind_of(new: nn.Module) -> str:
 
 
 def _in_words(model: str, changes: Sequence[_Change]) -> str:
-    """Return what was done as text, with the layers of one fate in one paragraph."""
+    """Return the changes as text, a paragraph for each kind."""
     if not changes:
         return f"lightning_dp.fix: nothing in {model} has to be replaced."
     fates: dict[_Change, list[str]] = {}

@@ -259,7 +259,7 @@ class NoiseSource:
         return value.div_(unit).round_().mul_(unit).float()
 
     def has_background(self, size: int, device: torch.device) -> bool:
-        """Tell whether noise of a vector is drawn in threads."""
+        """Return whether noise of a vector is drawn in threads."""
         return device.type == "cpu" and size >= _WORTH_A_THREAD
 
     def add_normal(self, vector: Tensor, std: float) -> None:
@@ -327,7 +327,7 @@ class NoiseSource:
             put(part, torch.randn(len(part), device=device, generator=self._device), std)
 
     def close(self) -> None:
-        """Let the threads go that drew noise, with what they had begun."""
+        """Shut down the threads that draw noise, and cancel their work."""
         workers, self._workers = self._workers, None
         if workers is not None:
             workers.shutdown(wait=True, cancel_futures=True)

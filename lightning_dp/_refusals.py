@@ -102,7 +102,7 @@ class UnsupportedModelError(Refusal, TypeError):
 
 
 class PrivacyWarning(UserWarning):
-    """Something is allowed but probably not what was meant."""
+    """A setting that is allowed and probably a mistake."""
 
 
 def warn(message: str, *, topic: str) -> None:

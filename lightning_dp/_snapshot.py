@@ -1,4 +1,4 @@
-"""Snapshots of random generators, and of what a module keeps from step to step."""
+"""Snapshots of random generators and of a module's state."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ __all__ = [
     "Path",
     "RandomState",
     "Snapshot",
-    "accelerator_kept",
     "apart",
     "as_text",
     "generator_state",
     "put_back",
     "restored",
+    "restored_accelerator",
     "seed_own",
     "seeded_state",
     "set_generator_state",
@@ -85,8 +85,8 @@ def _call(function: Callable[..., Any], device: torch.device, *arguments: Any) -
 
 
 @contextmanager
-def accelerator_kept() -> Iterator[None]:
-    """Put the generators of the accelerator back after what is inside; CUDA's are Lightning's matter."""
+def restored_accelerator() -> Iterator[None]:
+    """Restore the accelerator's generators on exit; Lightning restores those of CUDA."""
     states = [(device, generator_state(device)) for device in _accelerators()]
     try:
         yield
@@ -138,7 +138,7 @@ class RandomState:
         return generator.initial_seed()
 
     def is_now(self) -> bool:
-        """Tell whether as many random numbers were drawn by then as by now."""
+        """Return whether as many random numbers were drawn by then as by now."""
         return self.is_same(RandomState(self._device))
 
     def is_same(self, now: RandomState) -> bool:
@@ -328,7 +328,7 @@ class Snapshot:
         return cls(still, moving, RandomState(_device_of(module)) if global_random else None)
 
     def restore(self) -> None:
-        """Put everything back into the same objects; what does not let itself be changed stays."""
+        """Restore everything into the same objects, as far as these can be changed."""
         still = () if self._still.is_current() else self._still.parts.values()
         for part in chain(still, self._moving.values()):
             with suppress(Exception):
@@ -407,7 +407,7 @@ def restored(
     global_random: bool = True,
     earlier: Snapshot | None = None,
 ) -> Iterator[Snapshot]:
-    """Leave no trace of what the module does inside; yields the snapshot of the beginning.
+    """Restore the module on exit; yields the snapshot of the beginning.
 
     State, metrics and random states are as before, gradients and ``requires_grad`` too. Nothing is
     logged or printed. Inside, parameters begin without gradients.
@@ -638,7 +638,7 @@ def _frozen(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _parts_of_trainer(trainer: Any) -> Iterator[tuple[Path, _Part]]:
-    """Yield the settings of optimizers, and what their schedulers keep."""
+    """Yield the settings of optimizers and the state of their schedulers."""
     for i, optimizer in enumerate(getattr(trainer, "optimizers", ())):
         for j, group in enumerate(optimizer.param_groups):
             name = f"optimizers.{i}.param_groups.{j}"
@@ -672,7 +672,7 @@ def _add(parts: _Parts, path: Path, part: _Part, met: set[int], depth: int = 0) 
 
 
 def _owner_in(value: Any, kind: Kind) -> Any:
-    """Return what is held of an object: it, the dictionary of its attributes, or None."""
+    """Return the part of an object that a snapshot has: it, its attributes, or None."""
     if isinstance(value, Tensor | np.ndarray):
         is_else = isinstance(value, nn.Parameter) and kind != "parameter"
         return None if is_else or (value.nbytes > _LARGE and kind == "attribute") else value

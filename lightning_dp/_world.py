@@ -72,7 +72,7 @@ _WHOLE = frozenset((Tensor, nn.Parameter))
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a ``DTensor``, of which others hold parts.
+    """Return whether a tensor is a ``DTensor``, of which others hold parts.
 
     Example:
         >>> is_sharded(torch.zeros(3))
@@ -106,7 +106,7 @@ class HeldParts(list[Tensor]):
 
 
 def held_here(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return what this process holds of each tensor, in the same memory: all of it, or its shard.
+    """Return this process' part of each tensor, in the same memory: all of it, or its shard.
 
     Of shards these are :class:`HeldParts`.
 

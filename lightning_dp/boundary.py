@@ -298,12 +298,12 @@ class Release:
 
     @classmethod
     def of_nothing(cls, params: Sequence[Tensor]) -> Release:
-        """Return zeros without noise: what a step that asked nothing releases."""
+        """Return zeros without noise, the release of a step without a query."""
         return cls(flat_zeros(params), 0.0)
 
     @classmethod
     def received(cls, value: Tensor, noise_std: float) -> Release:
-        """Return what other parties noised before they sent it, trusting them to have done so."""
+        """Return other parties' noised sums, trusting them to have added the noise."""
         return cls(value, noise_std)
 
     def without_count(self, query: Query) -> tuple[Release, Release | None]:

@@ -29,7 +29,7 @@ __all__ = [
     "ParameterGroups",
     "PerGroup",
     "Rescaling",
-    "known_clipping",
+    "check_clipping",
 ]
 
 _LARGEST_CHANGE = 50.0  # of the logarithm of C in one step: noise alone goes no further
@@ -54,7 +54,7 @@ class Rescaling(ABC):
 
     @abstractmethod
     def factors(self, norms: Tensor, clip_norm: float) -> Tensor:
-        """Return what each record's gradient is multiplied with, of the shape of its norms."""
+        """Return the factor of each record's gradient, of the shape of its norms."""
 
     @abstractmethod
     def relative_norms(self, norms: Tensor, clip_norm: float) -> Tensor:
@@ -319,8 +319,8 @@ class AdaptiveQuantile:
 Clipping: TypeAlias = Flat | Automatic | PerGroup | AdaptiveQuantile
 
 
-def known_clipping(name: str, value: Any, *, of: str | None = None) -> Clipping:
-    """Return a rule of this module; the bound of another class would be nobody's proof.
+def check_clipping(name: str, value: Any, *, of: str | None = None) -> Clipping:
+    """Return a rule of this module; the bound of another class would have no proof.
 
     Raises:
         TypeError: for anything else.

@@ -1,4 +1,4 @@
-"""Everything a user says about privacy, checked once."""
+"""The settings of a private training, checked once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, asdict, dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
-from lightning_dp._described import Data, check_same, described
+from lightning_dp._config_dict import Data, check_same, config_dict
 from lightning_dp._noise import CipherStream
 from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import (
@@ -31,7 +31,7 @@ from lightning_dp._validate import (
 from lightning_dp.accounting.base import LEAST_EPSILON, AbstractAccountant, Relation
 from lightning_dp.accounting.events import AbstractExternal
 from lightning_dp.accounting.pld import PLDAccountant
-from lightning_dp.clipping import AdaptiveQuantile, Clipping, Flat, PerGroup, known_clipping
+from lightning_dp.clipping import AdaptiveQuantile, Clipping, Flat, PerGroup, check_clipping
 from lightning_dp.estimators import AbstractEstimator, MeanGradient
 from lightning_dp.noise import AbstractNoise, IndependentNoise
 from lightning_dp.postprocessing import AbstractPostProcessor
@@ -40,7 +40,7 @@ from lightning_dp.sampling.blocks import AbstractBlockSampling
 from lightning_dp.sampling.units import RowsOfUnits
 from lightning_dp.schedules import AbstractSchedule, Constant
 
-__all__ = ["About", "Checks", "EngineName", "PrivacyConfig", "known_engine"]
+__all__ = ["About", "Checks", "EngineName", "PrivacyConfig", "check_engine_name"]
 
 EngineName: TypeAlias = Literal[
     "auto", "records", "layers", "bookkeeping", "ghost", "hooks", "one_by_one"
@@ -49,7 +49,7 @@ EngineName: TypeAlias = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Checks:
-    """The checks of a fit: what is looked at, and what the user declares where nothing can look.
+    """The checks of a fit, and the user's declarations where no check is possible.
 
     Args:
         dry_run: before the first step, run a few synthetic samples, and refuse a model whose records
@@ -90,7 +90,7 @@ class Checks:
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """The user's words about the data, printed in the report as stated and unchecked.
+    """Names and owners of the data, printed in the report as stated and unchecked.
 
     They change nothing in the training, and a resumed run may state others.
 
@@ -123,7 +123,7 @@ class About:
         normalise(self, optional(one_line), *asdict(self), of="About")
 
     def to_dict(self) -> dict[str, str]:
-        """Return what is stated."""
+        """Return the texts that are given."""
         return {name: text for name, text in asdict(self).items() if text is not None}
 
 
@@ -135,60 +135,7 @@ class PrivacyConfig:
     ``noise_multiplier`` (ε is reported, without a limit), or both (training stops before the step
     that would exceed the target).
 
-    Args:
-        target_delta: δ in (0, 1); choose it well below 1 / N.
-        target_epsilon: ε > 0 that is never exceeded.
-        noise_multiplier: z >= 0: noise of standard deviation z·C on the sum of gradients clipped
-            to C. With a ``noise_schedule`` it is the schedule's scale. 0 trains without privacy
-            (ε is inf).
-        max_grad_norm: C > 0, the clip norm of one record's gradient; 1.0 if neither it nor an
-            ``estimator`` is given.
-        clipping: the rule that bounds a record's gradient: ``Flat()`` (default), ``Automatic()``,
-            ``PerGroup({pattern: C})`` or ``AdaptiveQuantile()``.
-        noise_schedule: how the noise multiplier changes over steps; default constant.
-        estimator: forms the question to the data; default ``MeanGradient(max_grad_norm)``, DP-SGD.
-        postprocessing: applied in order to the private estimate.
-        sampling: ``Poisson()`` (default), ``FullBatch()``, ``CyclicPoisson(bands)``, or ``FixedOrder()``
-            for data that come in an order.
-        noise: ``IndependentNoise()`` (default), or noise that remembers and cancels:
-            ``BandedNoise(bands)`` with ``CyclicPoisson(bands)`` or ``FixedOrder()``, ``LambdaCGD(lam)``
-            with ``FixedOrder()``.
-        unit: what is protected: ``UserLevel(ids=..., most_rows=k)`` for users with all their rows;
-            by default each row of the data set, a record.
-        augmentations: K >= 1, times that each record of a batch is read; the mean of its K gradients
-            is clipped. ε does not depend on it, and ``__getitem__`` makes another view each time.
-        relation: neighbouring data sets differ by adding or removing a record ("add_remove"), by
-            replacing one ("replace_one"), or by one that has no effect and keeps its place
-            ("zero_out", for ``FixedOrder()``).
-        accountant: computes ε; default the tight numerical one.
-        engine: computes gradients per record: "layers" (the whole batch at once, by the types of its
-            layers; "bookkeeping" is its old name), "records" (every record alone, all at once under
-            ``torch.func.vmap``), "ghost" (two backward passes, of which nothing is kept but norms:
-            least memory), "one_by_one" (each record alone through ``collate_fn`` and
-            ``training_step``: slowest), "hooks" (Opacus' own, to compare with); "auto" takes the
-            first of "layers", "records" and "one_by_one" that covers the model.
-        ledger_dir: folder of the privacy journal, on this machine; default
-            ``<default_root_dir>/privacy``. A relative one begins where the process is now.
-        checks: what is looked at during a fit, and what you declare in its place; see :class:`Checks`.
-        private_optimizer: where ``configure_optimizers`` gives several (manual optimization), the one
-            that is trained on the records: its place, or the dotted path of a module whose
-            parameters it holds ("discriminator"). The others are public: their steps may use
-            released and synthetic values only, and are not charged.
-        advice: say before the first step what noise and batches mean for learning, and afterwards what
-            the releases tell of it; from public numbers and releases alone. Costs one vector of the
-            model's size.
-        count_clipped: also release, noised, how many records of each batch were clipped. Charged with the
-            gradient as one event, whose noise it makes 0.5 % longer.
-        other_releases: what else was released about the same records, with the guarantee that is
-            stated for it: ``[ApproximateDP(0.5, 1e-7, relation="add_remove", what="table of
-            ages")]``. It counts in ε and in the budget, is kept in the journal, and the report
-            names it in your words. One that several trainings declare counts once in their sum.
-        about: your words about the data, for the report; see :class:`About`.
-        secure_noise: draw noise and batches from AES-256 in counter mode (of ``cryptography``) instead
-            of PCG64 seeded by the operating system, sum in float64, and round what is released
-            to 2^-20 of the noise, so that its low bits tell nothing.
-        seed: makes noise and batches repeatable. For tests only: nothing is private with it, and
-            every report says so.
+    The arguments are those of :class:`lightning_dp.DifferentialPrivacy`, which explains them.
 
     Raises:
         ValueError: naming the argument and its value.
@@ -270,25 +217,25 @@ class PrivacyConfig:
         object.__setattr__(self, "checks", Checks(**moved))
 
     def _check_types(self) -> None:
-        """Refuse what is not of an argument's type, and keep plain values."""
+        """Refuse values of another type, and normalise the rest."""
         normalise(self, explained(probability, "Choose it well below 1 / N."), "target_delta")
         no_privacy = "For training without privacy, leave it out and give noise_multiplier=0."
         normalise(self, explained(optional(positive), no_privacy), "target_epsilon")
         if self.target_epsilon is not None and self.target_epsilon < LEAST_EPSILON:
             raise ValueError(
-                f"target_epsilon={self.target_epsilon} is below {LEAST_EPSILON:g}, and no budget so "
-                "small can be kept and used. Raise it."
+                f"target_epsilon={self.target_epsilon} is below {LEAST_EPSILON:g}, the smallest "
+                "supported budget. Raise it."
             )
         normalise(self, optional(not_negative), "noise_multiplier")
         normalise(self, optional(above_0), "max_grad_norm")
         normalise(self, optional(seed), "seed")
-        normalise(self, known_clipping, "clipping")
+        normalise(self, check_clipping, "clipping")
         normalise(self, whole, "augmentations")
         normalise(self, flag, "advice", "count_clipped", "secure_noise")
         if self.secure_noise and self.seed is not None:
             raise ValueError(
-                f"secure_noise=True draws numbers that nobody can repeat, and seed={self.seed} asks "
-                "for repeatable ones. Leave one of them out."
+                f"secure_noise=True draws noise that cannot be repeated, and seed={self.seed} is "
+                "for repeatable noise. Leave one of them out."
             )
         if self.secure_noise:
             CipherStream()  # or it raises
@@ -300,8 +247,8 @@ class PrivacyConfig:
     def _check_budget(self) -> None:
         if self.target_epsilon is None and self.noise_multiplier is None:
             raise ValueError(
-                "Neither target_epsilon nor noise_multiplier is given: say how private the training "
-                "must be (target_epsilon), or how much noise to add (noise_multiplier)."
+                "Neither target_epsilon nor noise_multiplier is given: give the budget "
+                "(target_epsilon), or the noise (noise_multiplier)."
             )
 
     def _check_choices(self) -> None:
@@ -328,7 +275,7 @@ class PrivacyConfig:
                 f"about={self.about!r} must be an About, such as About(data_set='...')."
             )
         normalise(self, one_of(get_args(Relation)), "relation")
-        normalise(self, known_engine, "engine")
+        normalise(self, check_engine_name, "engine")
         if self.unit is not None and not isinstance(self.unit, UserLevel):
             raise TypeError(
                 f"unit={type(self.unit).__name__} must be a UserLevel(ids=..., most_rows=...)."
@@ -352,7 +299,7 @@ class PrivacyConfig:
             )
 
     def _check_gradient(self) -> None:
-        """Refuse what acts on released gradients, if none are released."""
+        """Refuse post-processing and schedules of released gradients, if none are released."""
         estimator = self.resolved_estimator()
         if estimator.traits.estimates_gradient:
             return
@@ -368,7 +315,7 @@ class PrivacyConfig:
             )
 
     def _check_block(self) -> None:
-        """Refuse what noise that remembers, or batches that depend on each other, cannot go with."""
+        """Refuse settings that correlated noise or dependent batches do not support."""
         noise, sampling = self.noise, self.sampling
         if not noise.bands <= sampling.separation:
             cures = ["sampling=FixedOrder()"]
@@ -469,7 +416,7 @@ class PrivacyConfig:
         is_clipped = traits.estimates_gradient and math.inf not in traits.clip_norms
         if self.count_clipped and not isinstance(self.clipping, Flat | AdaptiveQuantile):
             raise ValueError(
-                f"count_clipped=True counts gradients longer than one clip norm, and "
+                f"count_clipped=True counts gradients above one clip norm, and "
                 f"clipping={self.clipping} has none. Leave one of them out."
             )
         if not self.count_clipped or (is_clipped and traits.queries_per_step == 1):
@@ -542,8 +489,8 @@ class PrivacyConfig:
         }
 
     def fingerprint(self) -> dict[str, Data]:
-        """Return, as plain data, what a resumed run must share with the run it continues."""
-        return {name: described(value) for name, value in self._identity().items()}
+        """Return, as plain data, the arguments that a resumed run must share."""
+        return {name: config_dict(value) for name, value in self._identity().items()}
 
     def check_same(self, fingerprint: Mapping[str, Data]) -> None:
         """Refuse to continue a run whose :meth:`fingerprint` is another one.
@@ -557,19 +504,19 @@ class PrivacyConfig:
         check_same(fingerprint, self._identity(), default.__getitem__)
 
 
-def known_engine(name: str, value: object, *, of: str | None = None) -> str:
+def check_engine_name(name: str, value: object, *, of: str | None = None) -> str:
     """Return the name of an engine.
 
     Raises:
         ValueError: for one that is not known, or not any more.
 
     Example:
-        >>> known_engine("engine", "ghost")
+        >>> check_engine_name("engine", "ghost")
         'ghost'
     """
     if isinstance(value, str) and value == "functional":
         raise ValueError(
-            f"{name}='functional' is no engine any more: give engine='records', which knows no layer "
+            f"{name}='functional' was an engine of 0.1: give engine='records', which needs no layer "
             "types either and is faster, or leave it out."
         )
     return str(one_of(get_args(EngineName))(name, value, of=of))
@@ -596,9 +543,9 @@ def _place(name: str, value: object, *, of: str | None = None) -> int | str:
 def _declaration(name: str, value: object, *, of: str | None = None) -> str:
     """Return one line of a user's own words, which a report will print."""
     if not isinstance(value, str):
-        raise TypeError(f"{name}={value!r} must be a text that says what is done.")
+        raise TypeError(f"{name}={value!r} must be a string that describes the edit.")
     if not value.strip() or len(value.splitlines()) != 1:
-        raise ValueError(f"{name}={value!r} must be one line that says what is done.")
+        raise ValueError(f"{name}={value!r} must be one line that describes the edit.")
     return value.strip()
 
 
@@ -619,12 +566,12 @@ def _releases(name: str, value: object, *, of: str | None = None) -> tuple[Abstr
     words = [each.what for each in releases]
     if twice := sorted({each for each in words if words.count(each) > 1}):
         raise ValueError(
-            f"{name} has two releases with what={twice[0]!r}, and a release is known by its words: "
-            "say what differs."
+            f"{name} has two releases with what={twice[0]!r}, and a release is identified by its words: "
+            "add the difference."
         )
     return releases
 
 
 def _sequence(name: str, value: object, *, of: str | None = None) -> tuple[object, ...]:
-    """Return what is to be applied in order as a tuple."""
+    """Return post-processors as a tuple."""
     return listed(name, value, "post-processors, in their order")

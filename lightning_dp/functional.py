@@ -43,7 +43,7 @@ __all__ = [
 
 @functools.cache
 def has_float64(kind: str) -> bool:
-    """Tell whether a kind of device computes in float64: Apple's does not.
+    """Return whether a kind of device computes in float64: Apple's does not.
 
     Example:
         >>> has_float64("cpu")

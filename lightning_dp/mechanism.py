@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dp._described import refuse_unknown
+from lightning_dp._config_dict import refuse_unknown
 from lightning_dp._noise import NoiseSource
 from lightning_dp._refusals import Refusal, RefusedRun
 from lightning_dp._world import World
@@ -226,7 +226,7 @@ class Mechanism:
             self._driver = replace(self._driver, state=state)
 
     def _ask_again(self, step: _Step, params: Sequence[Tensor]) -> None:
-        """Ask the next query of a step, if what the step was charged with covers it too."""
+        """Ask the next query of a step, if the step's charge covers it."""
         if not step.asked:
             raise RefusedRun(
                 f"{self.plan.estimator} asked nothing at step {self.step}, which was not charged, so "

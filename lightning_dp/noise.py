@@ -1,4 +1,4 @@
-r"""Noise that remembers: what one step adds, a later step takes away again.
+r"""Correlated noise: later steps subtract parts of the noise of earlier ones.
 
 A **block** is a run of steps with one noise source. From independent normal vectors n_0, n_1, ... it
 makes
@@ -81,7 +81,7 @@ class AbstractNoise(ABC):
     @property
     @abstractmethod
     def column_norm(self) -> float:
-        """‖c‖, the length of the longest column of C."""
+        """‖c‖, the norm of the longest column of C."""
 
     @abstractmethod
     def cost(self, use: int, separation: int) -> float:
@@ -237,10 +237,10 @@ class BandedNoise(AbstractNoise):
 
     @property
     def column_norm(self) -> float:
-        return float(np.linalg.norm(self._known))
+        return float(np.linalg.norm(self._column))
 
     @property
-    def _known(self) -> NDArray[np.float64]:
+    def _column(self) -> NDArray[np.float64]:
         if self.coefficients is None:
             if self.bands == 1:
                 return np.ones(1)
@@ -251,7 +251,7 @@ class BandedNoise(AbstractNoise):
         return np.array(self.coefficients, dtype=float)
 
     def cost(self, use: int, separation: int) -> float:
-        c = np.abs(self._known)
+        c = np.abs(self._column)
         # What falls is at its worst if all uses are as close as they may be (Kalinin and Lampert
         # 2024, arXiv:2405.13763, Theorem 2); where c does not, this bounds it from above.
         falling = np.maximum.accumulate(c[::-1])[::-1]
@@ -262,7 +262,7 @@ class BandedNoise(AbstractNoise):
         return float(overlaid @ overlaid) / self.column_norm**2
 
     def inverse(self, steps: int) -> NDArray[np.float64]:
-        column: NDArray[np.float64] = lfilter([1.0], self._known, _impulse(steps))
+        column: NDArray[np.float64] = lfilter([1.0], self._column, _impulse(steps))
         return column
 
     def for_steps(self, steps: float) -> BandedNoise:
@@ -272,7 +272,7 @@ class BandedNoise(AbstractNoise):
         return replace(self, coefficients=_optimised(self.bands, length, self.workload))
 
     def correlate(self, fresh: Tensor, past: list[Tensor]) -> list[Tensor]:
-        for c, earlier in zip(self._known[1:].tolist(), past, strict=False):
+        for c, earlier in zip(self._column[1:].tolist(), past, strict=False):
             fresh.sub_(earlier, alpha=c)
         return [fresh.clone(), *past][: self.bands - 1]
 

@@ -154,7 +154,7 @@ class NoisePlan:
         )
 
     def enforce(self, queries: Sequence[Query], least: float, step: int) -> None:
-        """Refuse queries on one batch that together have less noise than what was charged.
+        """Refuse queries on one batch that together have less noise than their charge.
 
         Gaussian queries on the same records, also adaptive ones, are one with Σ_s z_s^-2 = z^-2.
 
@@ -311,7 +311,7 @@ class Budget:
         )
 
     def _planner(self) -> AbstractAccountant:
-        """The accountant that the noise is calibrated with: what the guard will enforce."""
+        """The accountant that calibrates the noise, which the guard enforces."""
         full = self.batches.sample_rate == 1 and self._spent_on_full_batches
         if self.config.is_adaptive and not full:
             return StreamingRDPAccountant()

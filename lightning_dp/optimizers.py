@@ -28,7 +28,7 @@ NOISE_VARIANCE = "noise_variance"
 
 
 class DPAdamW(AdamW):
-    r"""AdamW that subtracts the noise from its second moment: what is left is that of the gradient.
+    r"""AdamW that subtracts the noise from its second moment.
 
     .. math::
         φ_t = β_2 φ_{t-1} + (1 - β_2) Φ_t, \qquad
@@ -166,7 +166,7 @@ class NoiseFilter:
         self.covariance = [[0.0] * size for _ in range(size)]
 
     @property
-    def unknown(self) -> str | None:
+    def part_without_variance(self) -> str | None:
         """The name of the first part whose noise is not known; None if all are."""
         if self.estimator.memory(0) is None:
             return repr(self.estimator)

@@ -92,7 +92,7 @@ def plot_charges(
     ax: Axes | None = None,
     metrics: Mapping[str, Sequence[tuple[int, float]]] | None = None,
 ) -> Axes:
-    """Draw what :meth:`lightning_dp.report.PrivacyReport.plot` does.
+    """Draw the picture of :meth:`lightning_dp.report.PrivacyReport.plot`.
 
     Args:
         runs: the charges of each run, in the order of time.

@@ -153,7 +153,7 @@ class LaplacianSmoothing(AbstractPostProcessor):
 
 @cache
 def variance_left(sigma: float, size: int) -> float:
-    """Return what Laplacian smoothing leaves of the variance of independent noise in d entries.
+    """Return the share of independent noise's variance that Laplacian smoothing leaves.
 
     The sum of its squared weights; of those far more than √σ entries away nothing is left.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dp._described import check_same, refuse_unknown
+from lightning_dp._config_dict import check_same, refuse_unknown
 from lightning_dp._files import local_folder
 from lightning_dp._noise import CorrelatedSource, NoiseSource, random_generator
 from lightning_dp._refusals import RefusedRun, RefusedSetting
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["PlannedFit", "PrivateRun"]
 
 _VERSION = 3  # of the privacy record in checkpoints
-_COUNT_WEIGHT = 0.1  # κ: noise is 0.5 % longer with a count, whose own is 5 z/B of the share a step
+_COUNT_WEIGHT = 0.1  # κ: the noise norm is 0.5 % larger, and 5 z/B in the share of a step
 
 
 @dataclass
@@ -60,7 +60,7 @@ class PlannedFit:
     draw: Draw | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: without what tells who is in a batch."""
+        """For copies and pickles: without the records of a batch."""
         return {**vars(self), "draw": None}
 
     @classmethod
@@ -150,7 +150,7 @@ def _source(noise: AbstractNoise, config: PrivacyConfig, rank: int) -> NoiseSour
 
 
 def _tracker(config: PrivacyConfig) -> SignalTracker | None:
-    """Return what follows the releases, where they are gradients of independent noise."""
+    """Return the tracker of releases, where they are gradients with independent noise."""
     wanted = (config.advice or config.count_clipped) and config.noise.bands == 1
     estimates = config.resolved_estimator().traits.estimates_gradient
     return SignalTracker() if wanted and estimates else None
@@ -286,7 +286,7 @@ class PrivateRun:
         return self._cache.epsilon(history, delta, self.config.relation)
 
     def epsilon_beside(self, others: History) -> float | None:
-        """ε of what others spent and this run's whole plan; None if it has no end."""
+        """ε of other charges and this run's whole plan; None if it has no end."""
         mechanism, more = self.mechanism, self.remaining_steps
         if mechanism is None or self.is_adaptive or not math.isfinite(more):
             return None
@@ -300,7 +300,7 @@ class PrivateRun:
 
     @property
     def signal(self) -> Signal | None:
-        """The signal beneath the noise of the latest fit's releases; None where nobody follows it."""
+        """The signal beneath the noise of the latest fit's releases; None where it is not tracked."""
         tracker = None if self.mechanism is None else self.mechanism.signal
         return None if tracker is None else tracker.signal()
 

@@ -418,7 +418,7 @@ def _turning_step(kappa: float, eta0: float, beta: float) -> int:
     """Find T̂ by bisection, once: the schedule asks for it at every step."""
 
     def is_averaging(t: int) -> bool:
-        """Tell whether γ^(t-1) >= (1-β) / (1-β^t), in logarithms."""
+        """Return whether γ^(t-1) >= (1-β) / (1-β^t), in logarithms."""
         excess = math.log1p(-(beta**t)) - math.log1p(-beta)
         return (t - 1) * math.log1p(-eta0 / kappa) + excess >= 0
 

@@ -239,7 +239,7 @@ class Search:
 
 
 def search_text(path: Path) -> str:
-    """Return what the state of a search says, as one line.
+    """Return the state of a search as one line.
 
     Raises:
         RefusedRun: if it cannot be read.
@@ -272,7 +272,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class _State:
-    """The file of a search, while nobody else reads or writes it."""
+    """The locked file of a search."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self._path, self._settings = folder / STATE, settings

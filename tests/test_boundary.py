@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import itertools
 import math
+import re
 from functools import cache
 from pathlib import Path
 
@@ -24,33 +24,36 @@ from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.clip_count import CountedGradients
 from lightning_dp.gradients.parameter_sum import MaterialisedGradients
-from lightning_dp.gradients.passes import Pass, passes_of
+from lightning_dp.gradients.passes import passes_of
 from tests.zoo import random_gradients
 
 
-@pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf])
-def test_a_weight_that_is_not_finite_is_refused(weight):
-    with pytest.raises(ValueError, match=rf"Term\(weight={weight}\) must be a finite number"):
-        Term(weight=weight)
+def noised(clip_norm: float, multiplier: float) -> Release:
+    return add_noise(BoundedSum(torch.zeros(2), clip_norm), multiplier, NoiseSource(), World())
 
 
-def test_a_query_without_terms_is_refused():
+NO_NUMBER = (math.nan, math.inf, -1.0)
+MEANINGLESS = [
+    *((lambda x: Term(weight=x), x, "Term(weight=") for x in (math.nan, math.inf, -math.inf)),
+    *((lambda x: Query((Term(),), x, 1.0), x, "Query(clip_norm=") for x in (0.0, -1.0, math.nan)),
+    *((lambda x: Query((Term(),), 1.0, x), x, "Query(noise_multiplier=") for x in NO_NUMBER),
+    *(
+        (lambda x: Query((Term(),), 1.0, 1.0, count_weight=x), x, "count_weight=")
+        for x in NO_NUMBER
+    ),
+    *((lambda x: Release(torch.zeros(1), 1.0).mean(x), x, "batch_size=") for x in (0.0, math.nan)),
+    *((lambda x: noised(1.0, x), x, "noise_multiplier=") for x in NO_NUMBER),
+    (lambda x: noised(x, 1.0), math.inf, "clip norm "),
+    *((lambda x: World(rank=x, size=2), x, "rank=") for x in (-1, 2)),
+]
+
+
+@pytest.mark.parametrize(("make", "value", "name"), MEANINGLESS)
+def test_a_number_that_means_nothing_is_refused(make, value, name):
+    with pytest.raises(ValueError, match=re.escape(f"{name}{value}")):
+        make(value)
     with pytest.raises(ValueError, match=r"Query\(terms=\(\)\) asks nothing"):
         Query((), 1.0, 1.0)
-
-
-@pytest.mark.parametrize("clip_norm", [0.0, -1.0, math.nan])
-def test_a_clip_norm_that_is_not_positive_is_refused(clip_norm):
-    with pytest.raises(ValueError, match=rf"Query\(clip_norm={clip_norm}\) must be greater than 0"):
-        Query((Term(),), clip_norm, 1.0)
-
-
-@pytest.mark.parametrize("noise", [-1.0, math.nan, math.inf])
-def test_a_noise_multiplier_that_means_nothing_is_refused(noise):
-    with pytest.raises(
-        ValueError, match=rf"Query\(noise_multiplier={noise}\) must be finite and at least 0"
-    ):
-        Query((Term(),), 1.0, noise)
 
 
 def test_an_infinite_clip_norm_is_allowed_without_noise_only():
@@ -94,27 +97,6 @@ def test_a_gradient_and_a_product_at_one_point_are_one_pass():
     assert found[1].direction is other
 
 
-def test_a_query_for_the_gradient_here_needs_no_further_pass():
-    assert not Query((Term(), Term(2.0)), 1.0, 1.0).runs_again
-    assert passes_of(Query((Term(), Term(2.0)), 1.0, 1.0)) == [Pass(gradient=3.0)]
-    assert Query((Term(), Term(1.0, torch.zeros(1))), 1.0, 1.0).runs_again
-    assert Query((Term(direction=torch.zeros(1)),), 1.0, 1.0).runs_again
-
-
-@pytest.mark.parametrize("kind", [Term, Query, BoundedSum, Release])
-def test_the_types_of_the_privacy_boundary_are_frozen(kind):
-    assert kind.__dataclass_params__.frozen
-    values = {
-        Term: Term(),
-        Query: Query((Term(),), 1.0, 1.0),
-        BoundedSum: BoundedSum(torch.zeros(1), 1.0),
-        Release: Release(torch.zeros(1), 1.0),
-    }
-    for name in (f.name for f in dataclasses.fields(kind)):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(values[kind], name, 0)
-
-
 def test_sums_over_chunks_add_up_and_keep_their_bound():
     first, second = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])
 
@@ -135,16 +117,6 @@ def test_sums_with_different_bounds_do_not_add_up(other):
 def test_a_mean_divides_by_the_expected_batch_size():
     mean = Release(torch.tensor([3.0]), noise_std=1.0).mean(4.0)
     assert (mean.value.tolist(), mean.noise_std) == ([0.75], 0.25)
-
-
-@pytest.mark.parametrize("size", [0.0, -1.0, math.nan])
-def test_a_batch_size_that_is_not_positive_is_refused(size):
-    with pytest.raises(ValueError, match=f"expected_batch_size={size} must be greater than 0"):
-        Release(torch.zeros(1), 1.0).mean(size)
-
-
-def test_a_sum_does_not_print_its_values():
-    assert "7" not in repr(BoundedSum(torch.tensor([7777.0]), 1.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -203,11 +175,6 @@ def test_only_the_boundary_draws_noise():
     assert callers("add_normal") == {"boundary.py"}
     for name in ("fill_normal", "draw_into", "_begin_to", "_draw_on_device"):
         assert callers(name) == {"_noise.py"}
-
-
-def test_a_constructor_call_would_be_found():
-    source = "x = [boundary.BoundedSum(v, 1.0)]\ndef f(): return Release(v, 0.0).mean(3)"
-    assert {"BoundedSum", "Release"} <= calls(source)
 
 
 # -- clipping: what bounds a record's influence, against a slow loop in float64 ------------------
@@ -293,12 +260,6 @@ def test_large_records_that_do_not_overflow_are_clipped_not_dropped(size):
     torch.testing.assert_close(total, torch.tensor([0.9, 1.2]))
 
 
-def test_when_every_record_is_bad_the_sum_is_zero():
-    gradients = [torch.full((3, 4), math.nan)]
-    total = bounded_sum(MaterialisedGradients([torch.zeros(4)], gradients, 1.0), 1.0)
-    assert total.value.tolist() == [0.0] * 4
-
-
 def test_an_unused_parameter_has_a_zero_sum_in_its_place():
     gradients = random_gradients(5)
     params = params_like(gradients)
@@ -310,13 +271,6 @@ def test_an_unused_parameter_has_a_zero_sum_in_its_place():
     expected = clipped_one_by_one([gradients[0], gradients[2]], 0.5)
     torch.testing.assert_close(flatten([first, last]).double(), expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(middle, torch.zeros(5))
-
-
-def test_a_model_that_used_no_parameter_has_no_records_and_a_zero_sum():
-    gradients = MaterialisedGradients([torch.zeros(3), torch.zeros(2)], [None, None], 1.0)
-
-    assert gradients.count == 0
-    assert bounded_sum(gradients, 1.0).value.tolist() == [0.0] * 5
 
 
 def test_bfloat16_gradients_are_summed_in_float32():
@@ -388,7 +342,6 @@ def test_a_sum_of_another_bound_is_not_added_to():
 
 DIMENSION = 20_000
 MULTIPLIER, CLIP_NORM = 1.7, 0.4
-CPU = torch.device("cpu")
 
 
 def noise_of(seed: int | None = 0) -> Tensor:
@@ -399,15 +352,6 @@ def noise_of(seed: int | None = 0) -> Tensor:
 def p_value(noise: Tensor, standard_deviation: float) -> float:
     normal = scipy.stats.norm(scale=standard_deviation)
     return float(scipy.stats.kstest(noise.numpy(), normal.cdf).pvalue)
-
-
-def test_noise_is_normal_with_standard_deviation_multiplier_times_clip_norm():
-    assert p_value(noise_of(), MULTIPLIER * CLIP_NORM) > 0.01
-
-
-@pytest.mark.parametrize("factor", [2 / 3, 3 / 2, 0.5, 2.0, 0.95, 1.05])
-def test_noise_of_another_scale_would_be_noticed(factor):
-    assert p_value(noise_of(), MULTIPLIER * CLIP_NORM * factor) < 1e-3
 
 
 def test_the_release_says_how_much_noise_it_has():
@@ -448,19 +392,6 @@ def test_without_noise_the_sum_is_released_exactly(clip_norm):
     release = add_noise(BoundedSum(total, clip_norm), 0.0, NoiseSource(), World())
     assert torch.equal(release.value, total)
     assert release.noise_std == 0
-
-
-def test_a_sum_without_a_bound_is_not_noised():
-    with pytest.raises(ValueError, match=r"not bounded \(clip norm inf\)"):
-        add_noise(BoundedSum(torch.zeros(2), math.inf), 1.0, NoiseSource(), World())
-
-
-@pytest.mark.parametrize("multiplier", [-0.1, math.nan, math.inf])
-def test_noise_of_a_multiplier_that_means_nothing_is_refused(multiplier):
-    with pytest.raises(
-        ValueError, match=f"noise_multiplier={multiplier} must be finite and at least 0"
-    ):
-        add_noise(BoundedSum(torch.zeros(2), 1.0), multiplier, NoiseSource(), World())
 
 
 # -- several processes ---------------------------------------------------------------------------
@@ -507,17 +438,6 @@ def test_ranks_of_one_seed_draw_other_values():
 def test_every_entry_is_in_the_share_of_one_rank(size, ranks):
     shares = [World(rank, ranks).share(size) for rank in range(ranks)]
     assert [i for share in shares for i in range(size)[share]] == list(range(size))
-
-
-def test_without_noise_the_ranks_release_the_sum_of_their_sums():
-    totals = [torch.ones(4), torch.arange(4.0)]
-    assert torch.equal(release_on_ranks(totals, 0.0)[1], torch.arange(4.0) + 1)
-
-
-@pytest.mark.parametrize(("rank", "size"), [(1, 1), (-1, 2), (2, 2), (0, 0)])
-def test_a_rank_outside_the_world_is_refused(rank, size):
-    with pytest.raises(ValueError, match=f"rank={rank}, size={size}"):
-        World(rank=rank, size=size)
 
 
 def test_noise_is_drawn_in_double_precision_and_added_in_that_of_the_sum():
@@ -578,11 +498,6 @@ def test_no_record_moves_them_further():
         assert shift([*OTHERS, a], [*OTHERS, b]) <= 2 * (1 + 1e-6) / Z
 
 
-def test_noise_for_the_gradient_alone_would_be_too_little():
-    difference = total_of([CLIPPED]).value.norm() / (Z * C)
-    assert difference > 1.004 / Z  # the tests above would fail
-
-
 def test_a_record_that_is_not_finite_counts_for_nothing():
     for value in (math.nan, math.inf, 1e36):
         broken = torch.full((SIZE,), value)
@@ -625,12 +540,6 @@ def test_without_a_count_nothing_is_longer():
     assert total_of(OTHERS, kappa=0.0).value.shape == (SIZE,)
     release = add_noise(total_of(OTHERS, kappa=0.0), Z, NoiseSource(0), World())
     assert release.without_count(query) == (release, None)
-
-
-@pytest.mark.parametrize("weight", [-0.1, math.nan, math.inf])
-def test_a_weight_that_means_nothing_is_refused(weight):
-    with pytest.raises(ValueError, match=rf"Query\(count_weight={weight}\)"):
-        Query((Term(),), C, Z, count_weight=weight)
 
 
 def test_a_count_beside_coordinates_or_unclipped_gradients_is_refused():

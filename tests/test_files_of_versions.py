@@ -24,7 +24,7 @@ from lightning_dp.report.__main__ import main
 from lightning_dp.report.files import read_report
 
 FIXTURES = Path(__file__).parent / "fixtures"
-VERSIONS = sorted(path.name for path in FIXTURES.iterdir() if path.is_dir())
+VERSIONS = sorted(path.parent.name for path in FIXTURES.glob("*/made_by.py"))
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Diff2. the noise"),

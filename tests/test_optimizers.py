@@ -10,7 +10,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -28,9 +27,7 @@ from lightning_dp import (
     Momentum,
     Storm,
 )
-from lightning_dp.functional import laplacian_smoothing
 from lightning_dp.optimizers import NoiseFilter
-from lightning_dp.postprocessing import variance_left
 from tests.zoo import Classifier, flat, private, records
 
 
@@ -113,24 +110,7 @@ def test_its_state_goes_on_from_a_file_and_from_adamw():
     assert all(map(torch.equal, plain, others))
 
 
-def test_bad_arguments_are_named():
-    for floor in (0.0, 1.5, math.nan):
-        with pytest.raises(ValueError, match=f"floor={floor}"):
-            DPAdamW(weights(), floor=floor)
-    with pytest.raises(ValueError, match="real parameters"):
-        DPAdamW([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
-
-
 # -- the variance of the noise -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sigma", [0.0, 0.1, 1.0, 30.0])
-@pytest.mark.parametrize("size", [1, 2, 3, 10, 401])
-def test_what_smoothing_leaves_of_the_variance_is_the_sum_of_its_squared_weights(sigma, size):
-    impulse = torch.zeros(size, dtype=torch.float64)
-    impulse[0] = 1.0
-    left = float(laplacian_smoothing(impulse, sigma).square().sum())
-    assert variance_left(sigma, size) == pytest.approx(left, rel=1e-5)
 
 
 CHAINS = [
@@ -261,7 +241,7 @@ def test_a_chain_whose_noise_is_not_known_is_named_before_a_charge(
             model, DataLoader(TensorDataset(torch.zeros(40)), batch_size=8)
         )
     assert privacy.steps == 0
-    assert NoiseFilter(CubicNewton(1.0, 1.0, 2), []).unknown.startswith("CubicNewton")
+    assert NoiseFilter(CubicNewton(1.0, 1.0, 2), []).part_without_variance.startswith("CubicNewton")
 
 
 # -- in a Trainer --------------------------------------------------------------------------------
@@ -274,16 +254,6 @@ def data():
 def network():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def test_without_the_callback_a_model_trains_as_with_adamw(make_trainer):
-    found = []
-    for kind in (DPAdamW, torch.optim.AdamW):
-        torch.manual_seed(0)
-        model = Classifier(network(), lambda params, kind=kind: kind(params, lr=0.05))
-        make_trainer(max_epochs=2).fit(model, data())
-        found.append(flat(model))
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("kind", ["both", "plain"])
@@ -306,17 +276,6 @@ def test_a_private_run_learns_and_goes_on_as_if_it_had_not_stopped(kind, make_tr
     for name in ("noise_variance", "noise_average"):
         assert groups[0][name] == pytest.approx(groups[1][name], rel=1e-9)
         assert groups[0][name] > 0
-
-
-def test_a_model_trains_privately_with_averaged_weights(make_trainer):
-    """Lightning's own callback averages weights that were released: it costs nothing."""
-    x, y = records(240)
-    model, average = Classifier(network()), EMAWeightAveraging(decay=0.9)
-    privacy = private(noise_multiplier=0.5, checks=Checks())
-    make_trainer(max_epochs=6, callbacks=[privacy, average]).fit(model, data())
-    # At the end Lightning puts the average in the model.
-    assert float((model(x).argmax(1) == y).double().mean()) > 0.6
-    assert privacy.steps == 60 and privacy.report().private
 
 
 # -- optimizers of torch ---------------------------------------------------------------------------

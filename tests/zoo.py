@@ -46,6 +46,21 @@ class Classifier(L.LightningModule):
         return self.make_optimizer(self.parameters())
 
 
+class Model(L.LightningModule):
+    """A network, and a loss of its output and the rest of the batch."""
+
+    def __init__(self, net: nn.Module, loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.net, self.loss = net, loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, *others = batch
+        return self.loss(self.net(x), *others)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 def private(**options: Any) -> DifferentialPrivacy:
     """A callback with noise 1 at δ = 1e-5, without the comparisons of samples."""
     noise = {} if "target_epsilon" in options else {"noise_multiplier": 1.0}

@@ -47,7 +47,7 @@ def paper_rows(of: Problem) -> Iterator[Row]:
                 keep_fraction=kept,
             )
             plan = {"rounds": rounds, "num_records": of.records}
-            k = newton.kept(of.size)
+            k = newton.query_size(of.size)
             steps = paper_steps(newton, stated, DELTA0, **plan, diameter=DIAMETER, kept=k)
             sigma = paper_noise(newton, stated, DELTA0, **plan, diameter=DIAMETER)
             true = paper_epsilon(newton, stated, DELTA0, **plan, delta=DELTA)

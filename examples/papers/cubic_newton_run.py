@@ -73,7 +73,9 @@ class LocalSteps(CubicNewton):
         self, state: State, params: Sequence[Tensor], step: int, noise_multiplier: float
     ) -> Query:
         query = super().ask(state, params, step, noise_multiplier)
-        bound = math.sqrt(self.kept(params[0].numel()) / params[0].numel()) * self.max_grad_norm
+        bound = (
+            math.sqrt(self.query_size(params[0].numel()) / params[0].numel()) * self.max_grad_norm
+        )
         directions = [term.direction for term in query.terms if term.direction is not None]
         here = params[0] + directions[0] if directions else params[0]
         return replace(query, terms=(Term(1.0, here),), clip_norm=bound)
@@ -252,7 +254,7 @@ def sweep(
     z = torch.tensor(noise, dtype=torch.float32) * math.sqrt(inner)
     x, n, m, d, count = of.x, of.clients, of.records, of.size, len(settings)
     estimator = settings[0].estimator(of.weight_decay, kept)
-    keep = estimator.kept(d)
+    keep = estimator.query_size(d)
     squares = x.square()
     is_cut, lengths = keep < d and not whole, torch.ones(1)
     masks = torch.ones(n, d, 1)

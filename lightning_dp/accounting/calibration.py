@@ -125,7 +125,7 @@ def calibrate_steps(
 def _checked(
     spent: History, judge: AbstractAccountant, epsilon: float, delta: float, relation: Relation
 ) -> CheckedHistory:
-    """Return what ran before, merged; refuse it if it leaves nothing of the budget."""
+    """Return the spent history, merged; refuse it if it leaves nothing of the budget."""
     before = CheckedHistory.of(spent, "spent")
     already = judge.epsilon(spent, delta, relation)
     if not already < epsilon * (1 - _TOLERANCE):

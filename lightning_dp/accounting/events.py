@@ -63,7 +63,7 @@ class AbstractEvent(ABC):
 
     @property
     def is_step(self) -> bool:
-        """True for a noised step of this package; False for what others released."""
+        """True for a noised step of this package; False for other releases."""
         return self.withdrawn is None
 
     @property
@@ -121,7 +121,7 @@ def check_entry(entry: object, name: str = "history") -> tuple[AbstractEvent, in
 
 
 def counted(history: Iterable[tuple[AbstractEvent, int]]) -> list[tuple[AbstractEvent, int]]:
-    """Return a history in which each event stands once."""
+    """Return a history with each event once."""
     counts: dict[AbstractEvent, int] = {}
     for event, count in history:
         counts[event] = counts.get(event, 0) + count

@@ -61,11 +61,11 @@ _PLACE = re.compile(r'\[("(?:[^"\\]|\\.)*"),([^,]*),')
 
 
 class JournalError(Refusal, RuntimeError):
-    """The record of what was spent is missing, damaged or in use: training must not go on."""
+    """The journal is missing, damaged or in use: training must not go on."""
 
 
 class JournalDiskError(JournalError, OSError):
-    """The disk does not take the record of what was spent: training must not go on."""
+    """The journal cannot be written: training must not go on."""
 
 
 # -- charges -----------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Charges(Mapping[str, History]):
         self._count(event, 1)
 
     def merge(self, other: Mapping[str, History]) -> None:
-        """Add what another record knows: the longer one of each run.
+        """Add another record: the longer one of each run.
 
         Raises:
             JournalError: if two records of a run contradict each other; nothing is added.
@@ -149,7 +149,7 @@ class Charges(Mapping[str, History]):
         for event, count in chain.from_iterable(self._runs.values()):
             self._count(event, count)
 
-    def knows_more(self, run: str, other: Charges) -> bool:
+    def is_ahead_of(self, run: str, other: Charges) -> bool:
         """Return whether this record of a run is longer than the other's.
 
         Raises:
@@ -576,7 +576,7 @@ class Journal:
                 raise
 
     def _put(self, content: bytes) -> None:
-        """Write all of it, or take back what was written."""
+        """Write all of it, or nothing."""
         rest = memoryview(content)
         try:
             while rest:
@@ -588,7 +588,7 @@ class Journal:
         self._size += len(content)
 
     def _check_untouched(self) -> None:
-        """Refuse to go on in a file that nobody will find, or that others write to."""
+        """Refuse to go on in a file that was moved, or that others write to."""
         here = os.fstat(self._file.fileno())
         try:
             there = os.stat(self.path)
@@ -697,7 +697,7 @@ class Progress:
 
 
 def check_name(argument_name: str, name: str, meaning: str) -> None:
-    """Raise ValueError for what cannot be written into a journal and be a part of a file's name."""
+    """Raise ValueError unless it fits into a journal and a file's name."""
     is_name = isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME
     if not is_name or name.encode("utf-8", "replace").decode() != name:
         raise ValueError(

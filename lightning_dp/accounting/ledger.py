@@ -187,7 +187,7 @@ class Ledger:
                 self._is_planned = True
 
     def note_saved(self) -> None:
-        """Note that a checkpoint knows what was charged so far."""
+        """Note that a checkpoint has the charges so far."""
         if self._journal is not None and self._is_planned:
             with contextlib.suppress(JournalError):
                 self._journal.note_saved(self._run, self._charges.length(self._run))
@@ -217,7 +217,7 @@ class Ledger:
         }
 
     def restore(self, state: dict[str, Any], directory: Path) -> None:
-        """Add what a checkpoint and its journal know (lead process).
+        """Add the charges of a checkpoint and its journal (lead process).
 
         The journal is looked for where the checkpoint says, then under its name in ``directory``.
 
@@ -246,7 +246,7 @@ class Ledger:
         self._charges = runs
 
     def merge(self, runs: Charges) -> None:
-        """Add what another record knows: the longer one of each run.
+        """Add another record: the longer one of each run.
 
         Raises:
             JournalError: if two records of a run contradict each other.
@@ -335,7 +335,7 @@ def _check_complete(path: Path, ledger_id: str, runs: Charges) -> None:
             topic="journal-behind",
         )
     for run in runs:
-        if runs.knows_more(run, written):
+        if runs.is_ahead_of(run, written):
             raise JournalError(
                 f"The privacy journal {path} lacks charges of the checkpoint: it was cut or replaced "
                 "by an older copy. Put the right file back, or move it away and use "

@@ -127,7 +127,7 @@ class CheckedHistory(Sequence[tuple[AbstractEvent, int]]):
         return cls(entries, steps, tuple(external))
 
     def external(self, relation: Relation) -> tuple[tuple[AbstractExternal, int], ...]:
-        """Return what others released; raise ValueError if an event says nothing about the relation."""
+        """Return other releases; raise ValueError for one without a guarantee under the relation."""
         check_places(self.events, relation)
         return self.others
 
@@ -179,7 +179,7 @@ EventPlan: TypeAlias = AbstractPairPlan | Callable[[int], AbstractEvent] | Abstr
 
 
 def check_plan(plan: object) -> None:
-    """Raise TypeError for what tells no events of steps."""
+    """Raise TypeError unless it is a plan of events."""
     if not (isinstance(plan, AbstractEvent) or callable(plan)):
         raise TypeError(
             f"plan={reprlib.repr(plan)} must be an event, or a function from the step to its event."

@@ -1,4 +1,4 @@
-"""Checks of what no proof on paper can check: the user's own model, and the run as it ran.
+"""Checks of the user's own model and of the run as it ran.
 
 - :func:`check_isolation`: does what a record contributes depend on that record alone?
 - :func:`audit`: how much does an attacker with planted records learn from a run?

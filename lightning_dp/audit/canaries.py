@@ -33,7 +33,7 @@ from lightning_dp.audit.bounds import (
     one_run_epsilon,
     step_threshold,
 )
-from lightning_dp.audit.planted import Canaries, CanaryData, CanaryEngine, WatchedEstimator
+from lightning_dp.audit.canary_engine import Canaries, CanaryData, CanaryEngine, CanaryEstimator
 from lightning_dp.callbacks import PrivacyLogger
 from lightning_dp.clipping import Flat
 from lightning_dp.config import Checks, PrivacyConfig
@@ -218,7 +218,7 @@ def _run(
 
     config = replace(
         privacy,
-        estimator=WatchedEstimator(privacy.resolved_estimator(), canaries, batch_size),
+        estimator=CanaryEstimator(privacy.resolved_estimator(), canaries, batch_size),
         max_grad_norm=None,
         checks=Checks(dry_run=False, comparisons=False),
         ledger_dir=folder,

@@ -148,9 +148,9 @@ class CubicNewton(AbstractEstimator):
                         topic="optimizer",
                     )
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        self.kept(number_of_entries([param for param in params if param.requires_grad]))
+        self.query_size(number_of_entries([param for param in params if param.requires_grad]))
 
-    def kept(self, size: int) -> int:
+    def query_size(self, size: int) -> int:
         """Return k for d = ``size`` coordinates.
 
         Raises:
@@ -164,13 +164,13 @@ class CubicNewton(AbstractEstimator):
 
     def coordinates(self, round_: int, size: int) -> Tensor | None:
         """Return c of a round, sorted, or None for all ``size`` coordinates."""
-        keep = self.kept(size)
+        keep = self.query_size(size)
         return None if keep == size else _mask(self.mask_seed, round_, size, keep)
 
     # -- one inner step --------------------------------------------------------------------
 
     def init(self, params: Sequence[Tensor]) -> State:
-        self.kept(number_of_entries(params))
+        self.query_size(number_of_entries(params))
         return {"round": 0, "inner": 0, "offset": None, "average": None}
 
     def ask(
@@ -190,7 +190,7 @@ class CubicNewton(AbstractEstimator):
         bound = self.max_grad_norm + self.max_hessian_norm * distance
         return Query(
             tuple(terms),
-            math.sqrt(self.kept(size) / size) * bound,
+            math.sqrt(self.query_size(size) / size) * bound,
             share_of_noise(noise_multiplier, self.queries_per_step),
             coordinates,
         )

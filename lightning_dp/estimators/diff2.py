@@ -133,15 +133,15 @@ class Diff2(AbstractEstimator):
         )
 
     def is_restart(self, step: int) -> bool:
-        """Tell whether step t starts again with a plain gradient."""
+        """Return whether step t starts again with a plain gradient."""
         return step % self.restart_every == 0
 
     def relative_noise(self, step: int) -> float:
-        """Return what multiplies the noise schedule's multiplier at step t."""
+        """Return the factor on the noise schedule's multiplier at step t."""
         return 1.0 if self.is_restart(step) else math.sqrt((self.restart_every - 1) / (self.u - 1))
 
     def relative_rate(self, step: int) -> float:
-        """Return what multiplies the sampling rate at step t."""
+        """Return the factor on the sampling rate at step t."""
         return self.restart_rate if self.is_restart(step) else 1.0
 
     # -- one step --------------------------------------------------------------------------

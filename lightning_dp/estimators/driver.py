@@ -1,4 +1,4 @@
-"""The one place that calls an estimator: ask, be told, ask again, step after step."""
+"""The driver, the only caller of an estimator's ask and tell."""
 
 from __future__ import annotations
 

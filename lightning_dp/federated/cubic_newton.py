@@ -140,14 +140,14 @@ class CubicNewtonPlan(RoundPlan):
 
     def update(self, step: Tensor, t: int, client: int) -> Tensor:
         """Return the values of S_i(u), which client i sends of its step in round t."""
-        keep = self.newton.kept(len(step))
+        keep = self.newton.query_size(len(step))
         return random_k(step, keep, self.mask_seed(client), t).values
 
     # -- for the server ----------------------------------------------------------------------
 
     def update_size(self, size: int) -> int:
         """Return k of ``size`` parameters."""
-        return self.newton.kept(size)
+        return self.newton.query_size(size)
 
     def bound(self, i: int, point: Tensor) -> float:
         """Return the largest norm of an honest client's k values in a round at x.
@@ -161,7 +161,7 @@ class CubicNewtonPlan(RoundPlan):
         if self.noise_multiplier is None:
             return math.inf
         newton, x = self.newton_of(0), point.double()
-        size, tau, beta = newton.kept(len(x)), newton.inner_steps, newton.box or math.inf
+        size, tau, beta = newton.query_size(len(x)), newton.inner_steps, newton.box or math.inf
         outside = float((x - x.clamp(-beta, beta)).norm())
         z = self.noise_multiplier * (1 if newton.fresh_batches else math.sqrt(tau))
         length, longest, far = 0.0, 0.0, float(x.norm())
@@ -174,7 +174,7 @@ class CubicNewtonPlan(RoundPlan):
             length += eta * (slope + newton.hessian_lipschitz / 2 * length**2) + outside
             length = min(length, far + beta * math.sqrt(len(x)), _LONGEST)
             longest = max(longest, length)
-        return 1.001 * longest * len(x) / self.newton.kept(len(x))
+        return 1.001 * longest * len(x) / self.newton.query_size(len(x))
 
     def move(self, point: Tensor, i: int, update: Tensor, client: int) -> Tensor:
         """Return ``point`` + (α/n) S, from the values of S."""

@@ -23,7 +23,7 @@ from lightning_dp._checks import (
     check_training_step,
 )
 from lightning_dp._refusals import RefusedSetting
-from lightning_dp._snapshot import accelerator_kept, apart, restored
+from lightning_dp._snapshot import apart, restored, restored_accelerator
 from lightning_dp._validate import optional, whole
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.boundary import BoundedSum, Query, Term, bounded_sum
@@ -193,7 +193,7 @@ class LocalRecords:
         query = Query((Term(),), clip_norm=1.0, noise_multiplier=1.0)
         with (
             isolate_rng(),
-            accelerator_kept(),
+            restored_accelerator(),
             copied._passes() as passes,
             copied._muted(),
             torch.enable_grad(),

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_dp._described import check_same, described
+from lightning_dp._config_dict import check_same, config_dict
 from lightning_dp._refusals import Refusal
 from lightning_dp._validate import above_0, instance, normalise, optional, whole
 from lightning_dp.accounting.events import AbstractEvent
@@ -346,7 +346,7 @@ class QuorumServer(AbstractServer):
 
     def state_dict(self) -> State:
         return {
-            "configuration": described(self._configuration),
+            "configuration": config_dict(self._configuration),
             "point": self._point.clone(),
             "left": sorted(self._left),
         }

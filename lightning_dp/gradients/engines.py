@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import nn
 
-from lightning_dp.config import known_engine
+from lightning_dp.config import check_engine_name
 from lightning_dp.gradients.base import (
     ALONE,
     AbstractGradientEngine,
@@ -98,7 +98,7 @@ class EngineChoice:
 
     def __init__(self, name: str) -> None:
         self._last_cure = ALONE
-        self._rungs = _LADDERS[known_engine("engine", name)]
+        self._rungs = _LADDERS[check_engine_name("engine", name)]
         self._reasons: tuple[UnsupportedModelError, ...] = ()  # of the engines above
         self.layout: Layout | None = None
         """The places of samples in a batch, once they are known."""

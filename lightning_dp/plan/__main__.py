@@ -1,4 +1,4 @@
-"""``python -m lightning_dp.plan``: a table of batch sizes and epochs, and what to choose."""
+"""``python -m lightning_dp.plan``: a table of batch sizes and epochs, and a choice."""
 
 from __future__ import annotations
 

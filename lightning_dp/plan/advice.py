@@ -303,7 +303,7 @@ def advised_rate(
 
 
 def after(setting: Setting, signal: Signal) -> list[str]:
-    """Return sentences about a training that ended, without what :func:`before` advised."""
+    """Return sentences about a training that ended, without the advice of :func:`before`."""
     verdict = judge(signal) if setting.steps > setting.steps_before else None
     return [*([] if verdict is None else _judgement(setting, verdict)), *_clipping(setting, signal)]
 

@@ -110,7 +110,7 @@ class Stretch:
 
     @property
     def signal_ratio(self) -> float:
-        """The estimated length of the gradient over that of the noise."""
+        """The estimated norm of the gradient over that of the noise."""
         return self.signal_norm / self.noise_norm if self.noise > 0 else math.nan
 
     @property

@@ -280,7 +280,7 @@ def text(
     layer_inputs: int = 256,
     yours: TrainingPlan | None = None,
 ) -> str:
-    """Return a table, what to choose, and why.
+    """Return a table and the choice with its reason.
 
     Args:
         found: the suggestion.
@@ -367,7 +367,7 @@ def _number(epochs: float) -> str:
 
 
 def _choice(found: Suggestion, layer_inputs: int) -> Iterator[str]:
-    """Yield what to choose, and why."""
+    """Yield the choice with its reason."""
     best = found.best
     yield f"* choose: {settings(best)}"
     if found.records_per_second is not None:

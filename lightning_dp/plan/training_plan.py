@@ -104,7 +104,7 @@ class TrainingPlan:
 
     @property
     def record_gradients(self) -> float:
-        """The number of gradients of a record, q·N·T, which is what a training costs in time."""
+        """The number of gradients of a record, q·N·T, which determines the time of a training."""
         return self.records_per_step * self.steps
 
     @property
@@ -192,7 +192,7 @@ def plan_training(
     target_delta: float,
     relation: Relation = "add_remove",
 ) -> TrainingPlan:
-    """Calibrate the noise of one training: what ``DifferentialPrivacy(target_epsilon)`` would use.
+    """Calibrate the noise of one training, as ``DifferentialPrivacy(target_epsilon)`` does.
 
     Args:
         num_records: N, of the training set.

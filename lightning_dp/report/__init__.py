@@ -1,4 +1,4 @@
-"""The privacy report: what may be claimed about a run, as an object, as files, and checked by a command.
+"""The privacy report: the claims of a run, as an object, as files, and checked by a command.
 
 ``python -m lightning_dp.report PATH`` prints the report of a checkpoint, a journal, a report file or
 a folder of these, and checks that they agree.

@@ -25,9 +25,9 @@ from lightning_dp.report.files import (
     find_journal,
     read_charges,
     read_document,
+    total,
     write_text,
 )
-from lightning_dp.report.totals import total
 from lightning_dp.search import STATE, search_text
 
 __all__ = ["main", "pages"]

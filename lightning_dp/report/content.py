@@ -1,4 +1,4 @@
-"""The privacy report: what ran, what it cost, and what the numbers do not cover; its page.
+"""The privacy report and its page.
 
 The words of the page are in ``templates/people.j2`` and ``templates/annex.j2``, its markup in ``md.j2``
 and ``html.j2``. Every number on page one is an upper bound of what can go wrong, and is rounded up.
@@ -58,7 +58,7 @@ _WEAK = 20.0  # an ε above it promises next to nothing: e^20 is 485 million
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyReport:
-    """A privacy statement about what ran.
+    """The privacy claim of a run, with its settings and limits.
 
     ``epsilon`` at ``delta`` is the guarantee of releasing the steps that were made, had their
     number been fixed in advance (as it is when the budget or the Trainer's own end stops the run).
@@ -423,7 +423,7 @@ class Total:
 
 @dataclass(frozen=True)
 class Page:
-    """A report, and what is found when its page is made.
+    """A report, and the findings when its page is made.
 
     Args:
         report: of a run.
@@ -568,7 +568,7 @@ def _escaped(text: str) -> str:
 
 
 def charged(history: History) -> list[str]:
-    """Return what was charged, one line for each kind of event; a range where there are many kinds."""
+    """Return the charges, a line for each kind of event; a range where there are many kinds."""
     external = [event for event, _ in history if isinstance(event, AbstractExternal)]
     if external:
         declared = [f"{each.declared}, declared by the user and not checked" for each in external]

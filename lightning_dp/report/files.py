@@ -8,7 +8,7 @@ import math
 import os
 import reprlib
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -34,7 +34,7 @@ from lightning_dp.accounting.journal import (
 )
 from lightning_dp.accounting.ledger import privacy_record, read_state
 from lightning_dp.accounting.pld import PLDAccountant
-from lightning_dp.report.content import Page, PrivacyReport, render
+from lightning_dp.report.content import Page, PrivacyReport, Total, render
 
 CHECKPOINT_KEY = "lightning_dp"
 """The key of the privacy record in a checkpoint."""
@@ -106,7 +106,7 @@ def _relative_path(journal: str | None, folder: Path) -> str | None:
 
 
 def _absolute_path(journal: str | None, folder: Path) -> str | None:
-    """Return the absolute path of what :func:`_relative_path` made for this folder."""
+    """Return the absolute path, inverting :func:`_relative_path` for this folder."""
     if journal is None or not is_journal_name(Path(journal).name) or "\0" in journal:
         return journal
     return os.path.normpath(os.path.abspath(folder) / Path(os.path.expanduser(journal)))
@@ -151,7 +151,7 @@ class Document:
 
 
 def in_checkpoint(report: PrivacyReport) -> dict[str, Any]:
-    """Return what a checkpoint holds of a report: all but the events, which its ledger has already."""
+    """Return a report for a checkpoint: without the events, which its ledger has."""
     content = report.to_dict()
     del content["events"]
     return content
@@ -428,7 +428,7 @@ def _against_journal(document: Document, path: Path, found: str, written: Charge
         return
     for run in document.events:
         try:
-            is_cut = document.events.knows_more(run, written)
+            is_cut = document.events.is_ahead_of(run, written)
         except JournalError as error:
             yield f"{error.text} (journal {path})"
             continue
@@ -449,3 +449,68 @@ def _claim(document: Document, events: Charges, accountant: AbstractAccountant) 
         budget = math.inf if report.target_epsilon is None else report.target_epsilon
         return max(epsilon, budget)
     return epsilon
+
+
+def total(
+    checked: Sequence[CheckedDocument],
+    journals: Sequence[tuple[str, Charges]],
+    delta: float | None,
+    relation: Relation,
+) -> Total | None:
+    r"""Compose what all ledgers were charged; each run counts once.
+
+    A ledger whose noise was chosen at run time has the ε_i of its whole budget at δ_i. It is
+    added to the others' by basic composition: :math:`\epsilon + \sum_i \epsilon_i` at
+    :math:`\delta + \sum_i \delta_i`.
+
+    Journals of federated clients are left out: each is about another client's records.
+
+    Args:
+        checked: the documents, with the charges of their journals.
+        journals: ledger id and charges of those without a document.
+        delta: δ; by default the documents' smallest one.
+        relation: for journals by themselves.
+
+    Returns:
+        None if there are fewer than two ledgers, or no δ is known.
+    """
+    ledgers: dict[str, Charges] = {}
+    budgets: dict[str, tuple[float, float]] = {}
+    for each in checked:
+        ledgers.setdefault(each.document.ledger_id, Charges()).merge(each.charges)
+        report = each.document.report
+        if report is not None and report.claims_budget:
+            budgets[report.ledger_id] = (each.epsilon, report.delta)
+    for ledger_id, runs in journals:
+        if runs and not federations_in(runs):
+            ledgers.setdefault(ledger_id, Charges()).merge(runs)
+    deltas = [each.document.delta for each in checked] if delta is None else [delta]
+    if len(ledgers) < 2 or not deltas:
+        return None
+    relations = {relation, *(each.document.relation for each in checked)}
+    stated: tuple[Relation, ...] = ("replace_one", "zero_out", "add_remove")
+    under = next(each for each in stated if each in relations)  # which says something of all
+    seeded = {each.document.ledger_id for each in checked if each.document.seeded}
+    apart = seeded | {name for name, runs in ledgers.items() if not has_guarantee(runs)}
+    fixed = Charges()
+    for name in ledgers.keys() - budgets.keys() - apart:
+        fixed.merge(ledgers[name])  # of a run in two ledgers, the longer record
+    epsilon = PLDAccountant().epsilon(fixed.history(), min(deltas), under) + sum(
+        budget for name, (budget, _) in budgets.items() if name not in apart
+    )
+    return Total(
+        ledgers=len(ledgers),
+        steps=sum(runs.steps for runs in ledgers.values()),
+        epsilon=math.inf if apart else epsilon,
+        delta=min(deltas) + sum(its_own for _, its_own in budgets.values()),
+        relation=under,
+        seeded=tuple(sorted(seeded)),
+        apart=tuple(sorted(apart)),
+        epsilon_of_others=epsilon if apart else None,
+    )
+
+
+def has_guarantee(charges: Charges) -> bool:
+    """Return False if one of the charges promises nothing: it had no noise, or was voided."""
+    has_noise = (event.pair[0] > 0 for event, _ in charges.history() if event.is_gaussian)
+    return charges.voided is None and all(has_noise)

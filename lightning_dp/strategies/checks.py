@@ -211,7 +211,7 @@ def check_estimator(
 
 def _check_noise_variance(config: PrivacyConfig, module: LightningModule, optimizer: str) -> None:
     """Refuse what makes the noise in p.grad unknown to an optimizer that subtracts it."""
-    unknown = NoiseFilter(config.resolved_estimator(), config.postprocessing).unknown
+    unknown = NoiseFilter(config.resolved_estimator(), config.postprocessing).part_without_variance
     if config.checks.gradient_edits is not None:
         unknown = f"gradient_edits={config.checks.gradient_edits!r}"
     if config.noise.bands > 1:

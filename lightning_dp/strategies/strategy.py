@@ -33,6 +33,7 @@ from lightning_dp.gradients.batches import is_differentiable, loss_in, with_loss
 from lightning_dp.gradients.graph import WaitingLosses
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.plan.advice import Setting, optimizer_setting
+from lightning_dp.report.run_report import EarlierTraining
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.alone import RecordsAlone
 from lightning_dp.strategies.checks import (
@@ -54,7 +55,6 @@ from lightning_dp.strategies.data import (
     make_private_loader,
     private_loader_of,
 )
-from lightning_dp.strategies.earlier_training import EarlierTraining
 from lightning_dp.strategies.hooks import PrivacyCallback
 from lightning_dp.strategies.isolation import IsolationWatch
 from lightning_dp.strategies.step import Agreement, FitEngine, Place, PrivateStep, end_training
@@ -296,8 +296,8 @@ class DifferentialPrivacyStrategy(Strategy):
         folder = None if trainer.fast_dev_run else fit.folder  # type: ignore[attr-defined]
         run.start(planned_steps, self._world(), folder, steps_before)
         run.setting = _setting_of(run, fit.optimizers, planned_steps, self.world_size)
-        if self.is_global_zero:
-            fit.earlier.begin(folder)
+        if self.is_global_zero and (line := fit.earlier.begin(folder)) is not None:
+            rank_zero_info(line)
         for callback in self._callbacks:
             callback.on_privacy_start(trainer, run, fit.folder)
         if planned_steps and run.exhausted:
@@ -748,7 +748,7 @@ def _write_record(
 ) -> PrivacyReport | None:
     """Put the run's record into a checkpoint; on the process that writes it, return its report."""
     from lightning_dp.report.files import CHECKPOINT_KEY, in_checkpoint
-    from lightning_dp.report.of_run import report
+    from lightning_dp.report.run_report import report_of_run
 
     record = run.state_dict()
     if sharded:  # whole vectors, for any number of processes
@@ -758,7 +758,7 @@ def _write_record(
         checkpoint["callbacks"][_REMINDER] = {}
     if not is_writer:
         return None
-    content = report(run)
+    content = report_of_run(run)
     checkpoint[CHECKPOINT_KEY]["report"] = in_checkpoint(content)
     return content
 

@@ -28,7 +28,7 @@ events = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(events)
 def test_an_event_survives_json_as_plain_python(event):
     written = event.to_dict()
@@ -39,7 +39,7 @@ def test_an_event_survives_json_as_plain_python(event):
             event_from_dict({key: value for key, value in written.items() if key != field})
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.lists(st.floats(1e-200, 1e150), min_size=1, max_size=6), rates)
 def test_a_round_is_one_gaussian_amplified_once(multipliers, rate):
     z, q = PoissonRound(tuple(multipliers), rate).pair

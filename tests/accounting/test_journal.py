@@ -94,7 +94,7 @@ def test_a_crash_loses_the_line_that_was_being_written_and_nothing_else(runs, we
         read_text(Path("j.journal"), content[: data.draw(st.integers(0, header - 1))])
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(runs, st.data())
 def test_no_damage_makes_a_journal_say_less_without_an_error(runs, data):
     """Bytes changed, also two at once; zeros, which file systems leave of blocks not written."""
@@ -112,7 +112,7 @@ def test_no_damage_makes_a_journal_say_less_without_an_error(runs, data):
             assert steps_in_text(damaged) >= truth
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=75, deadline=None, derandomize=True)
 @given(runs, st.data())
 def test_a_change_in_an_unfinished_line_loses_no_whole_one(runs, data):
     content = text_of(runs, ["00ff"])

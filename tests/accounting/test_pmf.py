@@ -149,13 +149,6 @@ def test_a_mixture_of_corners_dominates_the_step_to_second_order(relation):
     assert fine < most / 4
 
 
-def test_few_steps_are_left_alone():
-    steps = random_steps(4, size=32)
-    mixture = as_mixture(steps, "add_remove", 0.3, exact=32)
-    columns = (steps.noise_multipliers.tolist(), steps.sample_rates.tolist())
-    assert mixture.is_exact and mixture.nodes == list(zip(*columns, strict=True))
-
-
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     members=st.sampled_from([1, 20, 300]),  # beyond 64 members the series is used

@@ -16,18 +16,19 @@ from lightning_dp import _noise
 from lightning_dp.audit.canaries import AuditReport, audit
 from lightning_dp.boundary import BoundedSum, Query, Release, add_noise, bounded_sum
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.estimators import CubicNewton, Diff2, Storm
+from lightning_dp.estimators import Diff2, Storm
 from lightning_dp.gradients import RecordPasses, Replay
 from lightning_dp.gradients.passes import passes_of
 from lightning_dp.sampling import FullBatch, Poisson
 from lightning_dp.schedules import Exponential
+from tests.zoo import Model
 
 MECHANISM = "lightning_dp.mechanism"
 PASSES = "lightning_dp.gradients.passes"
 
 
 @pytest.fixture
-def run_audit(model_class, blobs) -> Callable[..., AuditReport]:
+def run_audit(blobs) -> Callable[..., AuditReport]:
     """An audit of a small network on 240 records."""
 
     def run(
@@ -43,7 +44,7 @@ def run_audit(model_class, blobs) -> Callable[..., AuditReport]:
         net = nn.Sequential(nn.Linear(6, 128), nn.Tanh(), nn.Linear(128, 3))
         dp = DifferentialPrivacy(noise_multiplier=noise_multiplier, target_delta=1e-5, **privacy)
         report = audit(
-            model_class(net, F.cross_entropy),
+            Model(net, F.cross_entropy),
             DataLoader(blobs, batch_size=batch_size, shuffle=True),
             dp.config,
             trainer={
@@ -215,30 +216,14 @@ def test_clipping_before_the_difference_is_caught(run_audit, monkeypatch):
     assert run_audit(**settings).is_violated
 
 
-def test_the_user_keeps_model_loader_and_ledger_folder(model_class, blobs, tmp_path):
-    model = model_class(nn.Linear(6, 3), F.cross_entropy)
-    before = [param.detach().clone() for param in model.parameters()]
-    loader = DataLoader(blobs, batch_size=24)
-    dp = DifferentialPrivacy(
-        noise_multiplier=1.0, target_delta=1e-5, ledger_dir=str(tmp_path / "mine")
-    )
-
-    report = audit(model, loader, dp.config, trainer={"max_steps": 3}, num_canaries=20)
-
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert not (tmp_path / "mine").exists()
-    assert "temporary ledger" in str(report)
-    assert report.epsilon > 0
-
-
-def test_the_sampling_rate_is_that_of_the_user(model_class, blobs, monkeypatch):
+def test_the_sampling_rate_is_that_of_the_user(blobs, monkeypatch):
     rates = []
     draw = Poisson.draw
     monkeypatch.setattr(
         Poisson, "draw", lambda self, n, q, rng: (rates.append(q), draw(self, n, q, rng))[1]
     )
     dp = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5)
-    model = model_class(nn.Linear(6, 4), F.cross_entropy)
+    model = Model(nn.Linear(6, 4), F.cross_entropy)
 
     audit(
         model,
@@ -261,28 +246,10 @@ def test_the_sampling_rate_is_that_of_the_user(model_class, blobs, monkeypatch):
         ({"trainer": {"max_steps": 0}}, "made no step"),
     ],
 )
-def test_arguments_out_of_range_are_refused(arguments, match, model_class, blobs):
+def test_arguments_out_of_range_are_refused(arguments, match, blobs):
     dp = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5)
-    model = model_class(nn.Linear(6, 3), F.cross_entropy)
+    model = Model(nn.Linear(6, 3), F.cross_entropy)
     given = {"trainer": {"max_steps": 1}, "num_canaries": 20, **arguments}
 
     with pytest.raises(ValueError, match=match):
         audit(model, DataLoader(blobs, batch_size=24), dp.config, **given)
-
-
-@pytest.mark.parametrize(
-    ("privacy", "match"),
-    [
-        ({"noise_multiplier": 0.0}, "no ε to audit"),
-        (
-            {"noise_multiplier": 1.0, "estimator": CubicNewton(1.0, 1.0, inner_steps=2)},
-            "several queries",
-        ),
-    ],
-)
-def test_what_is_not_audited_is_said(privacy, match, model_class, blobs):
-    dp = DifferentialPrivacy(target_delta=1e-5, **privacy)
-    model = model_class(nn.Linear(6, 3), F.cross_entropy)
-
-    with pytest.raises(ValueError, match=match):
-        audit(model, DataLoader(blobs, batch_size=24), dp.config, trainer={"max_steps": 1})

@@ -110,7 +110,7 @@ def test_the_documentation_lists_what_is_not_seen():
 
 
 def test_there_are_modules_of_each_kind():
-    assert len(BAD) >= 100
+    assert len(BAD) >= 80
     assert len({case.kind for case in BAD.values()}) >= 8
     assert {*QUICK, *SHOWN} <= set(BAD) - set(NOT_SEEN)
     assert len(NOT_SEEN) <= 12

@@ -80,7 +80,7 @@ def test_full_batches_have_another_guard(tmp_path):
 @pytest.mark.parametrize(
     ("releases", "error", "match"),
     [
-        ([TABLE, TABLE], ValueError, "a release is known by its words"),
+        ([TABLE, TABLE], ValueError, "a release is identified by its words"),
         (["a table"], TypeError, "other_releases holds 'a table'"),
         (TABLE, TypeError, "must be a list"),
         (

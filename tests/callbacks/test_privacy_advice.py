@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 
 import pytest
-import torch
 
-from lightning_dp.estimators import CubicNewton, Diff2, Storm
-from lightning_dp.sampling import FullBatch
+from lightning_dp.estimators import Diff2, Storm
 from tests.zoo import private
 
 LOGGER = "lightning.pytorch.utilities.rank_zero"
@@ -94,33 +92,6 @@ def test_releases_of_gradients_are_followed_before_post_processing(
     assert whole.steps == pytest.approx(20 * share)
     # The lengths of raw releases: what momentum makes of them would be far longer.
     assert whole.released_norm == pytest.approx(whole.noise_norm, rel=0.2)
-
-
-def test_an_estimator_that_releases_no_gradient_is_not_judged(
-    blocks, classifier, mlp, loader, make_trainer
-):
-    newton = CubicNewton(strong_convexity=1.0, hessian_lipschitz=1.0, inner_steps=2)
-    privacy = trained(
-        make_trainer(max_epochs=1),
-        classifier(mlp(), lambda p: torch.optim.SGD(p, lr=1.0)),
-        loader,
-        noise_multiplier=2.0,
-        estimator=newton,
-    )
-    assert privacy._run.signal is None
-    (block,) = blocks()
-    assert "try" not in block and "noise norm" not in block
-
-
-def test_full_batches_are_told_about_steps_only(blocks, classifier, mlp, loader, make_trainer):
-    trained(
-        make_trainer(max_epochs=5),
-        classifier(mlp()),
-        loader,
-        target_epsilon=3.0,
-        sampling=FullBatch(),
-    )
-    assert "try: sampling=FullBatch(), max_epochs=100" in blocks()[0]
 
 
 def test_a_resumed_run_is_judged_as_a_whole(classifier, mlp, loader, make_trainer, tmp_path):

@@ -8,14 +8,9 @@ import re
 import struct
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import lightning as L
-import numpy as np
 import pytest
 from lightning.pytorch.callbacks import (
-    EarlyStopping,
     ModelCheckpoint,
     RichProgressBar,
     TQDMProgressBar,
@@ -23,7 +18,6 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian, epsilon_text
-from lightning_dp.callbacks.privacy_logger import _nodes
 from lightning_dp.schedules import StepDecay
 from tests.zoo import private
 
@@ -156,22 +150,6 @@ def test_the_noise_multiplier_is_that_of_the_step_just_made(
     assert from_csv(logger, NOISE) == pytest.approx(expected)
 
 
-def test_values_stand_beside_the_users_own_metrics(classifier, mlp, loader, make_trainer, tmp_path):
-    class Logs(classifier):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            self.log("train_loss", loss)
-            return loss
-
-    logger = CSVLogger(tmp_path)
-    privacy = private(noise_multiplier=2.0)
-    trainer = make_trainer(max_epochs=1, log_every_n_steps=5, logger=logger, callbacks=[privacy])
-
-    trainer.fit(Logs(mlp()), loader)
-
-    assert from_csv(logger, EPSILON).keys() == from_csv(logger, "train_loss").keys() == {4, 9}
-
-
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_the_progress_bar_is_never_below_the_true_epsilon(
     accumulate, classifier, mlp, loader, make_trainer, at_each_step
@@ -202,21 +180,6 @@ def test_the_progress_bar_is_never_below_the_true_epsilon(
     assert float(shown[-1][1].split("/")[0]) == pytest.approx(privacy.epsilon, rel=1e-3, abs=1e-3)
 
 
-def test_epsilon_is_zero_in_the_progress_bar_before_the_first_step(
-    classifier, mlp, loader, make_trainer
-):
-    shown = []
-
-    class Watch(L.Callback):
-        def on_train_epoch_start(self, trainer, pl_module):
-            shown.append(trainer.progress_bar_metrics[EPSILON])
-
-    privacy = private(noise_multiplier=2.0)
-    make_trainer(max_epochs=2, callbacks=[privacy, Watch()]).fit(classifier(mlp()), loader)
-
-    assert shown == ["0", epsilon_text(true_epsilon(10))]
-
-
 def test_both_progress_bars_show_epsilon_beside_its_target(
     classifier, mlp, loader, make_trainer, capsys
 ):
@@ -230,15 +193,6 @@ def test_both_progress_bars_show_epsilon_beside_its_target(
         shown = epsilon_text(privacy.epsilon)
         printed = "".join(capsys.readouterr()).replace("\n", "").replace(" ", "")
         assert re.search(rf"privacy/epsilon[=:]{shown}/2", printed)
-
-
-def test_without_noise_the_progress_bar_says_infinity(classifier, mlp, loader, make_trainer):
-    privacy = private(noise_multiplier=0.0)
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
-
-    trainer.fit(classifier(mlp()), loader)
-
-    assert trainer.progress_bar_metrics[EPSILON] == "inf"
 
 
 def test_model_checkpoint_can_name_and_monitor_epsilon(
@@ -263,57 +217,3 @@ def test_model_checkpoint_can_name_and_monitor_epsilon(
 
     assert float(checkpoint.best_model_score) == pytest.approx(true_epsilon(30), rel=1e-6)
     assert checkpoint.best_model_path.endswith(f"2-{true_epsilon(30):.6f}.ckpt")
-
-
-@pytest.mark.parametrize("at_validation", [False, True])
-def test_early_stopping_can_watch_epsilon(at_validation, classifier, mlp, loader, make_trainer):
-    ceiling = true_epsilon(25)
-    stopper = EarlyStopping(
-        EPSILON,
-        mode="min",
-        patience=1000,
-        divergence_threshold=ceiling,
-        check_on_train_epoch_end=not at_validation,
-    )
-    privacy = private(noise_multiplier=2.0)
-    trainer = make_trainer(max_epochs=10, log_every_n_steps=7, callbacks=[privacy, stopper])
-
-    trainer.fit(classifier(mlp()), loader, loader)
-
-    # Exact at the end of epochs: 10 and 20 steps are below the ceiling, 30 are above.
-    assert trainer.global_step == 30
-
-
-def test_nothing_is_logged_through_the_module(classifier, mlp, loader, make_trainer):
-    """``self.log`` costs more than a private step of a small model."""
-
-    class Counts(classifier):
-        logged = ()
-
-        def log(self, name, *args, **kwargs):
-            self.logged += (name,)
-            super().log(name, *args, **kwargs)
-
-        def log_dict(self, dictionary, *args, **kwargs):
-            self.logged += tuple(dictionary)
-            super().log_dict(dictionary, *args, **kwargs)
-
-    model = Counts(mlp())
-    privacy = private(noise_multiplier=2.0)
-
-    make_trainer(max_epochs=1, log_every_n_steps=1, callbacks=[privacy]).fit(model, loader, loader)
-
-    assert "val_loss" in model.logged
-    assert not [name for name in model.logged if "privacy" in name]
-
-
-@pytest.mark.parametrize("last", [3, 1000, 10**6, 10**15])
-def test_the_steps_at_which_epsilon_is_computed_are_few_however_long_the_plan_is(last):
-    run: Any = SimpleNamespace(
-        batches=SimpleNamespace(steps_per_epoch=8), remaining_steps=float(last), step=5
-    )
-    nodes = _nodes(run, every=50)
-    assert nodes[0] == 0 and nodes[-1] == last and bool(np.all(np.diff(nodes) > 0))
-    assert len(nodes) <= 300
-    if last > 1000:  # the first ones are each of them
-        assert nodes.tolist()[:6] == [0, 3, 11, 19, 27, 35]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian
 from tests.zoo import private
@@ -58,17 +58,6 @@ def test_metrics_are_the_public_numbers_of_the_step(
     assert float(trainer.callback_metrics["privacy/steps_left"]) == 0
 
 
-def test_without_advice_nothing_is_followed(classifier, mlp, loader, make_trainer, tmp_path):
-    logger = CSVLogger(tmp_path)
-    privacy, _ = trained(
-        make_trainer, classifier(mlp()), loader, logger, noise_multiplier=1.5, advice=False
-    )
-    assert privacy._run.signal is None
-    row = rows_of(logger)[19]
-    assert "privacy/signal_ratio" not in row
-    assert float(row["privacy/noise_norm"]) == pytest.approx(1.5 * math.sqrt(SIZE) / 24)
-
-
 @pytest.mark.parametrize("clip_norm", [1e-3, 1e3])
 def test_the_released_share_is_that_of_clipped_records_and_costs_nothing_more(
     clip_norm, classifier, mlp, loader, make_trainer, tmp_path
@@ -98,18 +87,6 @@ def test_the_released_share_is_that_of_clipped_records_and_costs_nothing_more(
     expected = 0.5 * clip_norm * math.sqrt(1.01 * SIZE) / 24
     assert whole.noise_norm == pytest.approx(expected, rel=1e-6)
     assert "privacy/share_clipped" in rows_of(logger)[79]
-
-
-def test_a_resumed_run_must_count_as_it_did(classifier, mlp, loader, make_trainer, tmp_path):
-    _, trainer = trained(
-        make_trainer, classifier(mlp()), loader, False, noise_multiplier=1.5, count_clipped=True
-    )
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    privacy = private(noise_multiplier=1.5)
-    with pytest.raises(ValueError, match="count_clipped"):
-        make_trainer(max_epochs=3, callbacks=[privacy]).fit(
-            classifier(mlp()), loader, ckpt_path=tmp_path / "last.ckpt", weights_only=False
-        )
 
 
 def of_yaml(logger):
@@ -150,39 +127,3 @@ def test_hyper_parameters_of_privacy_stand_beside_the_users(
         assert settings["planned_steps"] == 20
         assert settings["estimator"] == "MeanGradient(max_grad_norm=0.4)"
     assert of_tensorboard(loggers[1]) == {"width": 8}  # which was logged first
-
-
-def test_tensorboards_page_shows_them_where_the_module_saves_none(
-    classifier, mlp, loader, make_trainer, tmp_path
-):
-    logger = TensorBoardLogger(tmp_path)
-    trained(make_trainer, classifier(mlp()), loader, logger, epochs=1, target_epsilon=3.0)
-    shown = of_tensorboard(logger)
-    assert shown["privacy/target_epsilon"] == 3.0 and shown["privacy/num_records"] == 240
-
-
-def test_wandb_has_them_in_its_configuration(
-    classifier, mlp, loader, make_trainer, tmp_path, monkeypatch
-):
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    logger = WandbLogger(offline=True, save_dir=tmp_path)
-
-    trained(make_trainer, classifier(mlp()), loader, logger, epochs=1, target_epsilon=3.0)
-
-    settings = logger.experiment.config["privacy"]
-    wandb.finish()
-    assert settings["target_epsilon"] == 3.0 and settings["num_records"] == 240
-
-
-def test_a_plan_without_an_end_has_no_infinite_hyper_parameter(
-    classifier, mlp, loader, make_trainer, tmp_path
-):
-    logger = CSVLogger(tmp_path)
-    privacy = private(target_epsilon=1.0, noise_multiplier=3.0)
-    trainer = make_trainer(max_epochs=-1, max_time={"seconds": 1}, logger=logger)
-    trainer.callbacks.append(privacy)
-    trainer.fit(classifier(mlp()), loader)
-    settings = of_yaml(logger)["privacy"]
-    assert all(not isinstance(v, float) or math.isfinite(v) for v in settings.values())

@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_dp import PrivacyConfig
 from lightning_dp.callbacks import PrivateSingleDeviceStrategy
 from lightning_dp.report.files import read_report
-from lightning_dp.report.of_run import report
+from lightning_dp.report.run_report import report_of_run
 
 DELTA = 1e-5
 
@@ -31,7 +31,7 @@ def test_the_strategy_door_shows_and_writes_what_the_callback_does(
     assert trainer.progress_bar_metrics["privacy/epsilon"].endswith("/2")
     assert "privacy/epsilon" in Path(logger.log_dir, "metrics.csv").read_text()
     (path,) = Path(logger.log_dir).glob("privacy_report-*.json")
-    assert read_report(path) == report(run)
+    assert read_report(path) == report_of_run(run)
 
 
 def test_the_registered_strategy_with_the_callback(privacy, classifier, mlp, loader, make_trainer):

@@ -15,7 +15,6 @@ from lightning_dp.federated import (
     AsyncPlan,
     AsyncServer,
     ClientPrivacy,
-    InverseRootSteps,
     PolynomialSizes,
 )
 from lightning_dp.federated.asynchronous import InverseSteps, rounds_for
@@ -188,38 +187,6 @@ def test_the_papers_sequences_have_the_papers_rounds():
     found = [rounds_for(PolynomialSizes(0, s), total) for s, total in sizes.items()]
     assert found == [1563, 80, 40, 20, 8, 6, 4]
     assert PolynomialSizes(50, c=0.5, first=1)(7) == math.ceil(50 * math.sqrt(8))
-
-
-def test_step_sizes_are_their_formulas_at_the_gradients_before():
-    sizes = PolynomialSizes(10, 5)
-    for steps, at in (
-        (InverseSteps(0.3), lambda t: 0.3),
-        (InverseSteps(0.3, 0.01), lambda t: 0.3 / (1 + 0.01 * t)),
-        (InverseRootSteps(0.3, 0.01), lambda t: 0.3 / (1 + 0.01 * t**0.5)),
-    ):
-        the_plan = AsyncPlan(6, sizes, steps)
-        for i in range(6):
-            assert the_plan.gradients_before(i) == sum(sizes(j) for j in range(i))
-            assert the_plan.step_size(i) == pytest.approx(at(sum(sizes(j) for j in range(i))))
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: PolynomialSizes(50), "gives s_0 = 0"),
-        (lambda: PolynomialSizes(1, 5, c=1.5), r"c=1\.5"),
-        (lambda: InverseRootSteps(1.0, -1.0), r"beta=-1\.0"),
-        (lambda: plan(lag=0), "lag=0"),
-        (lambda: plan(keep=0), "keep=0"),
-        (lambda: client("unused", plan(), share=10.0), "this client has"),
-        (lambda: client("unused", plan(), share=math.nan), "share=nan"),
-        (lambda: AsyncServer("trial", plan(keep=5), START, 2), "keep=5 of 4 coordinates"),
-        (lambda: AsyncServer("trial", plan(), START / 0, 2), "vector of finite numbers"),
-    ],
-)
-def test_bad_arguments_are_refused(make, match):
-    with pytest.raises(ValueError, match=match):
-        make()
 
 
 def test_a_client_does_no_round_that_it_may_not_do_yet():

@@ -15,7 +15,6 @@ from torch.utils.data import TensorDataset
 from lightning_dp.accounting import Gaussian, PoissonGaussian, epsilon
 from lightning_dp.boundary import BoundedSum
 from lightning_dp.estimators import CubicNewton
-from lightning_dp.federated import AsyncServer
 from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.local import LocalRecords
@@ -144,12 +143,6 @@ def test_a_mean_of_sparse_steps_is_what_the_server_adds():
     assert len(sets) == 2 * 6
 
 
-def test_the_uplink_is_k_values_and_a_short_header():
-    update = plan(keep=10_000).update(torch.zeros(100_000), 0, 0)
-    message = Message("update", {"round": 123}, {"update": update})
-    assert len(message.to_bytes()) < 40_250
-
-
 # -- noise and charges -------------------------------------------------------------------------
 
 
@@ -239,24 +232,6 @@ def test_a_round_that_diverged_moves_nothing_and_draws_no_second_noise(tmp_path,
 
 
 # -- bad input ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda path: plan(step_scale=0.0), r"step_scale=0\.0 must be"),
-        (lambda path: client(path, number=3), "client=3 must be a whole number from 0 to 2"),
-        (lambda path: client(path, records=Answers(None, 0)), "num_records=0 must be at least 1"),
-        (lambda path: AsyncServer("r", PLAN, torch.zeros(2), 3), "keep=3 coordinates of 2"),
-        (
-            lambda path: AsyncServer("r", PLAN, START, 4),
-            "num_clients=4, but the plan has clients=3",
-        ),
-    ],
-)
-def test_bad_arguments_are_refused(tmp_path, make, match):
-    with pytest.raises(ValueError, match=match):
-        make(tmp_path)
 
 
 @pytest.mark.parametrize(

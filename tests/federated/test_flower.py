@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import re
 import time
 from collections import Counter
@@ -33,7 +32,6 @@ from flwr.app import (
 )
 from flwr.clientapp import ClientApp
 from loopback import Faults, LoopbackGrid
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -48,7 +46,6 @@ from lightning_dp.federated import (
 from lightning_dp.federated.asynchronous import InverseSteps
 from lightning_dp.federated.flower import (
     Exchange,
-    Logbook,
     client_app,
     pack,
     payload_of,
@@ -62,7 +59,6 @@ from tests.federated.zoo import (
     DELTA,
     EVERYBODY,
     FEDERATIONS,
-    ROUNDS,
     SEED,
     START,
     Federation,
@@ -157,24 +153,6 @@ def test_a_bad_network_changes_neither_the_model_nor_the_ledgers(tmp_path, name)
     assert summary(tmp_path)["problems"] > 0
 
 
-def test_progress_metrics_and_every_clients_epsilon_are_in_tensorboard_and_the_summary(tmp_path):
-    """On a good network every client is asked once a round; it takes about a second."""
-    begin = time.perf_counter()
-    run(tmp_path, evaluate=lambda context, module: {"sum": float(module.x.sum()), "inf": math.inf})
-    assert time.perf_counter() - begin < 5
-    check_end(tmp_path)
-    found, spent = summary(tmp_path), PLDAccountant().epsilon(SGD.events(0), DELTA)
-    assert (found["rounds"], found["replies"], found["problems"]) == (ROUNDS, 3 * ROUNDS, 0)
-    assert found["metrics"] == {"sum": pytest.approx(float(SGD.twin().sum())), "inf": "inf"}
-    facts = {"epsilon": spent, "delta": DELTA, "unit": "record", "num_records": 30, "seeded": True}
-    assert all(facts.items() <= found["clients"][str(c)].items() for c in range(CLIENTS))
-    events = EventAccumulator(str(tmp_path / "server")).Reload()
-    assert len(events.Scalars("global/sum")) == ROUNDS + 1
-    assert [each.value for each in events.Scalars("progress/replies")] == [*range(0, 19, 3)]
-    assert events.Scalars("privacy/epsilon_max")[-1].value == pytest.approx(spent)
-    assert events.Scalars("privacy/epsilon_client_2")[-1].value == pytest.approx(spent)
-
-
 def test_a_budget_holds_over_federations_and_the_run_ends(tmp_path):
     target = PLDAccountant().epsilon(SGD.events(0)[:4], DELTA) * 1.001
     for _ in range(2):  # of the second run nothing is left
@@ -219,14 +197,6 @@ def test_an_exception_at_a_client_tells_the_server_nothing(tmp_path, log):
     asked_again = log("Asking again")
     assert len(asked_again) == CLIENTS and not log("HIV")
     assert "HIV" in str(log("could not answer")[0].exc_info[1])
-
-
-def test_files_are_on_disk_before_they_take_the_place_of_old_ones(tmp_path, monkeypatch):
-    calls, replace = [], os.replace
-    monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append("fsync"))
-    monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("replace"), replace(*paths)))
-    Logbook(tmp_path).close(SGD.begin(), "it was enough")
-    assert calls == ["fsync", "replace", "fsync"]
 
 
 # -- replies of anybody ------------------------------------------------------------------------
@@ -564,14 +534,6 @@ def test_a_client_answers_the_runs_on_its_list_only(tmp_path, log):
     assert told["epsilon"] == told["epsilon_of_plan"] > 0
 
 
-def test_a_claim_that_falls_is_logged(tmp_path, log):
-    book = Logbook(tmp_path)
-    for epsilon in (0.5, 0.5, 0.7, math.inf, 0.2):
-        book.add_client(1, {"epsilon": epsilon}, 1)
-    (line,) = log("claims epsilon")
-    assert line.getMessage().startswith("Client 1 claims epsilon 0.2 after inf")
-
-
 # -- whose number it is ------------------------------------------------------------------------
 
 
@@ -629,24 +591,6 @@ def test_a_node_that_comes_back_with_a_new_id_takes_its_number_when_the_old_one_
 # -- arguments, folders, modules ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["ttl", "poll_interval"])
-@pytest.mark.parametrize("bad", [0, -1.0, math.nan])
-def test_numbers_out_of_range_are_named(tmp_path, name, bad):
-    with pytest.raises(ValueError, match=f"{name}="):
-        server_of(SGD.server, tmp_path, **{name: bad})
-
-
-@pytest.mark.parametrize("bad", [0, True, "3", 2.5, None, 2, 4])
-def test_another_number_of_clients_is_refused_before_anybody_is_asked(tmp_path, bad):
-    def client(message: Message, context: Context) -> Message:
-        raise AssertionError("nobody is asked")
-
-    for given in (bad, lambda context: bad):
-        with pytest.raises(ValueError, match="num_clients="):
-            server = server_of(SGD.server, tmp_path, num_clients=given)
-            LoopbackGrid(client, CLIENTS).start(server)
-
-
 @pytest.mark.parametrize("content", [b"", b"garbage", {}, [], {"run": "a", "state": {}}])
 def test_an_unreadable_state_is_refused_and_kept(tmp_path, content):
     path = tmp_path / "server" / "server.pt"
@@ -658,25 +602,6 @@ def test_an_unreadable_state_is_refused_and_kept(tmp_path, content):
     assert path.read_bytes() == before
     path.unlink()  # the cure works
     serve(tmp_path, 1, Node())
-
-
-def test_results_are_in_the_folder_in_which_the_app_was_made(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    server = server_of(SGD.server, tmp_path, folder=lambda context: "results")
-    client = client_of(SGD, tmp_path)
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    LoopbackGrid(client, CLIENTS).start(server)
-    assert (tmp_path / "results" / "federation.json").exists()
-    assert not list((tmp_path / "elsewhere").iterdir())
-    with pytest.raises(ValueError, match="folder="):
-        server_of(SGD.server, tmp_path, folder="s3://bucket")
-    (tmp_path / "file").write_text("a file")
-    with pytest.raises(ValueError, match=r"folder=.*file' takes no results"):
-        run(tmp_path, folder=tmp_path / "file")
-    for folder in ("ledgers", "s3://bucket/ledgers", ""):  # would differ between processes
-        with pytest.raises(ValueError, match="ledger_dir="):
-            client_app(lambda context: None, lambda *given: None, ledger_dir=folder)
 
 
 def introduce(grid: LoopbackGrid) -> Message:
@@ -695,14 +620,6 @@ def test_a_node_without_a_number_gets_the_cure_and_charges_nothing(tmp_path, cap
     assert introduce(grid).has_error()
     assert re.search(rf"{missing}=None .*--node-config 'partition-id=I", caplog.text)
     assert [*tmp_path.rglob("*.journal")] == []
-
-
-@pytest.mark.parametrize("part", ["build", "protocol"])
-def test_functions_that_return_nothing_are_named_in_the_clients_log(tmp_path, caplog, part):
-    made = {"build": lambda context: LogCosh(), "protocol": lambda *given: None}
-    app = client_app(**{**made, part: lambda *given: None}, ledger_dir=tmp_path)
-    assert introduce(LoopbackGrid(app, 1)).has_error()
-    assert ("records=None must be" if part == "build" else "protocol(...)=None") in caplog.text
 
 
 class Body(L.LightningModule):

@@ -318,41 +318,11 @@ def test_each_run_keeps_to_its_own_budget_of_what_both_spent(tmp_path):
 # -- identity ----------------------------------------------------------------------------------
 
 
-def test_two_data_sets_never_share_a_ledger(tmp_path):
-    names = ["a", "A", "a/b", "a%2Fb", "a b", "../a", "ä", "a" * 300, "a" * 299 + "b"]
-    for number, name in enumerate(names):
-        for i in range(number + 1):
-            of(tmp_path, name).release(spending(), i, 0, noise)
-    for number, name in enumerate(names):
-        assert history(tmp_path, name) == [(e, 1) for e in EVENTS[: number + 1]]
-    folded = [p.name.lower() for p in tmp_path.iterdir()]
-    assert len(set(folded)) == len(folded) and all(p.parent == tmp_path for p in tmp_path.iterdir())
-
-
 def test_another_plan_under_the_same_name_is_refused(tmp_path):
     of(tmp_path).release(spending(), 0, 0, noise)
     for other in (spending(rounds=9), spending(target=3.0), spending(events=lambda i: [EVENTS[0]])):
         with pytest.raises(ValueError, match="run='trial' was begun with another plan"):
             of(tmp_path).release(other, 1, 0, noise)
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda path: of(path, ""), "dataset_id=''"),
-        (lambda path: of(path, "a" * 1001), "dataset_id='aaa.*1 to 1000 characters"),
-        (lambda path: of(path, 7), "dataset_id='7'"),
-        (lambda path: of("s3://bucket", "a"), "directory='s3"),
-        (lambda path: spending(""), "run=''"),
-        (lambda path: spending("\udcff"), "run="),
-        (lambda path: spending(target=math.nan), "target_epsilon=nan"),
-        (lambda path: spending(relation="near"), "relation must be"),
-        (lambda path: spending(retain=0), "retain=0"),
-    ],
-)
-def test_bad_arguments_are_refused(tmp_path, make, match):
-    with pytest.raises(ValueError, match=match):
-        make(tmp_path)
 
 
 # -- files of different moments ----------------------------------------------------------------

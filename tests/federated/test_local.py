@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dp.accounting import Gaussian
@@ -89,17 +89,6 @@ def test_chunks_change_nothing_except_memory(module, recorded, blobs, chunk_size
     assert data.asked == list(range(100))
     expected = slow_sum(module, blobs, query, range(100))
     torch.testing.assert_close(answer.double(), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("unit", ["record", "client"])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_record_that_is_not_finite_contributes_zero(module, blobs, bad, unit):
-    x, y = blobs.tensors
-    spoiled = TensorDataset(torch.cat([x, torch.full((1, 6), bad)]), torch.cat([y, y[:1]]))
-    query = Query((Term(),), 0.3, 1.0)
-    with_it = LocalRecords(module, spoiled, unit=unit).bounded_sum(query, [0, 240, 1]).value
-    without = LocalRecords(module, blobs, unit=unit).bounded_sum(query, [0, 1]).value
-    torch.testing.assert_close(with_it, without)
 
 
 def test_one_record_moves_the_sum_by_the_clip_norm_at_most(module, blobs):
@@ -203,22 +192,6 @@ def test_the_loaders_collate_function_batch_size_and_transfer_hooks_are_used(
     torch.testing.assert_close(answer.value.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_frozen_parameters_are_not_part_of_the_flat_vector(module, blobs):
-    module.net[0].requires_grad_(False)
-    local = LocalRecords(module, blobs)
-    answer = local.bounded_sum(Query((Term(),), 0.3, 0.0), range(5)).value
-    assert answer.shape == local.point.shape == (8 * 3 + 3,)
-
-
-def test_numbers_that_overflow_in_one_parameters_dtype_are_refused():
-    """Flat, the model is float32; one of its layers is float16."""
-    local = object.__new__(LocalRecords)
-    local.params = (nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(1).half()))
-    local.check_point(torch.ones(4))
-    with pytest.raises(ValueError, match="not finite in this client's module"):
-        local.check_point(torch.full((4,), 1e5))
-
-
 @pytest.mark.parametrize("way", [lambda loss: None, Tensor.detach, lambda loss: {"loss": None}])
 def test_a_chunk_without_a_loss_voids_the_ledger(way, classifier, mlp, blobs, tmp_path):
     class Skips(classifier):
@@ -297,12 +270,6 @@ def test_data_that_cannot_be_sampled_is_refused(module, records, message):
         LocalRecords(module, records)
 
 
-@pytest.mark.parametrize("arguments", [{"unit": "user"}, {"chunk_size": 0}, {"engine": "magic"}])
-def test_arguments_out_of_range_are_named(module, blobs, arguments):
-    with pytest.raises(ValueError, match=next(iter(arguments))):
-        LocalRecords(module, blobs, **arguments)
-
-
 def test_rows_that_are_not_records_are_refused(module, blobs):
     def twice(records: list[Any]) -> Any:
         x, y = zip(*records, strict=True)
@@ -342,64 +309,13 @@ def named(self, batch, batch_idx):
     return self.loss(batch, batch_idx)
 
 
-def other_names(self, sample, step_number=-1):
-    return self.loss(sample, step_number)
-
-
-def swapped(self, batch_idx, batch):  # Lightning passes the batch first
-    return self.loss(batch_idx, batch)
-
-
-def alone(self, batch):
-    return self.loss(batch)
-
-
-def stars(self, *args):
-    return self.loss(*args)
-
-
-def stars_after(self, batch, *args, **kwargs):
-    assert not kwargs
-    return self.loss(batch, *args)
-
-
-def keyword_only(self, batch, *, scale=1.0):
-    return self.loss(batch) * scale
-
-
-def typed(self, batch: Any, batch_idx: int, /) -> Tensor:
-    return self.loss(batch, batch_idx)
-
-
 @functools.wraps(named)
 def decorated(*arguments, **keywords):
     return named(*arguments, **keywords)
 
 
-STEPS = [named, other_names, swapped, alone, stars, stars_after, keyword_only, typed, decorated]
-
-
 def data(count: int = 4) -> TensorDataset:
     return TensorDataset(torch.randn(count, 3, generator=torch.Generator().manual_seed(0)))
-
-
-def in_a_trainer(module: Base) -> list[Any]:
-    settings = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.1)
-    trainer = L.Trainer(max_steps=2, enable_model_summary=False, accelerator="cpu", **settings)
-    trainer.fit(module, DataLoader(data(), batch_size=2))
-    return module.numbers()
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("step", STEPS)
-def test_training_step_gets_what_a_trainer_gives_it(step):
-    module = with_step(step)
-    local = LocalRecords(module, data(), chunk_size=2)
-    local.try_once()
-    tried = len(module.numbers())
-    local.bounded_sum(Query((Term(),), 1.0, 1.0), range(4))
-    assert module.numbers()[tried:] == in_a_trainer(with_step(step))
 
 
 def answer(folder, module, records: Any = None, **settings: Any) -> bytes:
@@ -433,41 +349,6 @@ def test_a_mistake_in_training_step_costs_nothing(tmp_path, name):
     assert history(tmp_path) == []
     answer(tmp_path, with_step(named))  # mended, the same run goes on
     assert len(history(tmp_path)) == 1
-
-
-class Unreadable(Dataset):
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, i):
-        raise FileNotFoundError(f"record-{i}.png")
-
-
-def test_data_that_cannot_be_read_cost_nothing_and_names_are_not_tried(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        answer(tmp_path, with_step(named), Unreadable())
-    assert history(tmp_path) == []
-
-    def collate(rows):
-        return torch.stack([row[0] for row in rows]), ["a name" for _ in rows]
-
-    answer(tmp_path, with_step(named), DataLoader(data(), batch_size=2, collate_fn=collate))
-    assert len(history(tmp_path)) == 1
-
-
-def test_the_trial_can_be_left_out_and_leaves_nothing_behind(tmp_path):
-    def proud(self, batch, batch_idx):
-        """Cannot bear records that are not real; keeps a number of what it saw."""
-        self.largest = max(getattr(self, "largest", 0.0), float(batch[0].max()))
-        if float(batch[0].min()) >= 0:
-            raise ValueError("no real record is like that")
-        return self.loss(batch, batch_idx)
-
-    module = with_step(proud)
-    with pytest.raises(ValueError, match="no real record"):
-        answer(tmp_path, module)
-    assert not hasattr(module, "largest")
-    answer(tmp_path, module, try_first=False)
 
 
 def test_it_is_tried_before_the_first_round_only(tmp_path):

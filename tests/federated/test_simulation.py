@@ -64,24 +64,3 @@ def test_the_times_are_those_of_the_state_machine(lag, sizes):
     outcome = simulation.asynchronous(world, sizes, lag)
     assert outcome.rounds == rounds
     assert outcome.seconds == pytest.approx(by_events(world, sizes, lag, rounds), rel=1e-12)
-
-
-def test_more_lag_and_larger_batches_save_time_and_messages():
-    world = simulation.World(num_clients=200)
-    seconds = [
-        simulation.asynchronous(world, PolynomialSizes(0, 10), lag).seconds for lag in (1, 2, 4)
-    ]
-    assert seconds == sorted(seconds, reverse=True) and seconds[0] > 1.5 * seconds[-1]
-    large = simulation.asynchronous(world, PolynomialSizes(0, 100), 1)
-    assert (large.rounds, large.messages) == (3, 6) and large.seconds < seconds[0]
-    alone = simulation._slowest(world).seconds * 300 / simulation.GRADIENTS
-    assert min(seconds) > alone
-
-
-def test_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match="lag=0"):
-        simulation.asynchronous(simulation.World(3), PolynomialSizes(0, 10), 0)
-    with pytest.raises(ValueError, match="num_clients=0"):
-        simulation.World(0)
-    with pytest.raises(ValueError, match="stall=2"):
-        simulation.World(3, stall=2)

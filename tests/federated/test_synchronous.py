@@ -75,16 +75,6 @@ def test_a_run_whose_quorum_has_no_budget_ends(tmp_path):
     assert make(0).epsilon <= target
 
 
-def test_poisson_batches_are_of_the_plans_rate(tmp_path):
-    plan, data = plan_of(MeanGradient(1.0), 0.3), LogCosh()
-    one, machine = client(tmp_path, plan, data, rounds=50), server(plan, rounds=50)
-    while not machine.is_done:
-        machine.receive(0, one.answer(machine.request(0)))
-    sizes = [len(batch) for _, batch in data.asked]
-    assert sum(sizes) / 50 == pytest.approx(0.3 * RECORDS, rel=0.2) and len(set(sizes)) > 3
-    assert history(tmp_path) == [(PoissonGaussian(Z, 0.3), 50)]
-
-
 def test_only_a_trusted_server_gets_sums_without_noise_and_no_disk_does(tmp_path):
     plan = plan_of(MeanGradient(1.0))
     request = server(plan, noise="server").request(0)
@@ -197,20 +187,6 @@ def test_a_worker_goes_on_alone_in_its_turn_from_a_step_that_can_be_clipped(tmp_
             walk(c, v)
     assert not files(tmp_path / "0") and not files(tmp_path / "1")
     assert walk(1, START + 1).kind == "walked"
-
-
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"learning_rate": math.nan}, "learning_rate=nan"),
-        ({"noise": "both"}, "noise='both'"),
-        ({"local_routine": BVRLSGD(0.1, 4, 0.5, 3.0, 0.4)}, "two speeds"),
-        ({"start": START / 0}, "vector of finite numbers"),
-    ],
-)
-def test_bad_servers_are_refused(changes, match):
-    with pytest.raises(ValueError, match=match):
-        server(plan_of(DIFF2), **changes)
 
 
 # -- replies in the wrong place ----------------------------------------------------------------

@@ -327,7 +327,7 @@ def fcrn(plan: CubicNewtonPlan, noise: float = 0.8, rate: float = 0.5) -> Federa
             moves = torch.zeros_like(x)
             for c in (c for c in range(CLIENTS) if is_there(c, t)):
                 newton, moved = plan.newton, torch.zeros_like(x)
-                mask = shared_mask(newton.mask_seed + c, t, SIZE, newton.kept(SIZE))
+                mask = shared_mask(newton.mask_seed + c, t, SIZE, newton.query_size(SIZE))
                 solved = torch.arange(SIZE) if plan.whole_steps else mask
                 moved[solved] = step(c, t, x, solved)
                 moves[mask] += SIZE / len(mask) * moved[mask]

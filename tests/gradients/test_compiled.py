@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from lightning_dp.gradients import (
     Replay,
     UnsupportedModelError,
 )
-from lightning_dp.gradients.compiled import CompiledParts, as_written
+from lightning_dp.gradients.compiled import as_written
 
 RAN: list[str] = []
 
@@ -172,11 +171,6 @@ def test_trained_parts_run_as_written_and_the_description_names_them(kind, engin
     assert RAN, "outside of private steps the model is compiled, as before"
 
 
-def test_what_is_not_compiled_is_not_named(oracle):
-    assert check(tower(), "auto", oracle) == "layers"
-    assert check(ByFunction(), "auto", oracle) == "layers", "nobody knows of the function"
-
-
 class Backbone(nn.Module):
     def __init__(self, make: Callable[[], nn.Module], *, compiled_head: bool = False) -> None:
         super().__init__()
@@ -194,13 +188,6 @@ class Backbone(nn.Module):
 @pytest.mark.parametrize("make", [wrapped, in_place, ByForward])
 def test_frozen_parts_stay_compiled(make, oracle):
     assert check(Backbone(make), "auto", oracle) == "layers"
-    assert len(RAN) == 1
-
-
-def test_wrapped_frozen_parts_stay_compiled_beside_trained_ones(oracle):
-    assert "; head: compiled, and run as written" in check(
-        Backbone(wrapped, compiled_head=True), "auto", oracle
-    )
     assert len(RAN) == 1
 
 
@@ -251,26 +238,6 @@ def test_the_stance_of_the_compiler_is_left_as_it_was(oracle):
         assert not RAN
     net(torch.randn(3, 6))
     assert RAN
-
-
-def test_an_error_inside_leaves_the_stance_as_it_was(oracle):
-    net = Backbone(wrapped)
-    parts = CompiledParts(net, oracle.trained(net), keeps_frozen=True)
-    net.backbone.register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError), parts.as_written():
-        net(torch.randn(3, 6))
-    del net.backbone._forward_pre_hooks[next(reversed(net.backbone._forward_pre_hooks))]
-    net(torch.randn(3, 6))
-    assert RAN
-
-
-def test_copies_of_a_model_have_none_of_the_hooks(oracle, anatomy):
-    net = Backbone(wrapped)
-    before, plain = anatomy(net), anatomy(copy.deepcopy(net))
-    parts = CompiledParts(net, oracle.trained(net), keeps_frozen=True)
-    with parts.as_written():
-        twin = copy.deepcopy(net)
-    assert (anatomy(net), anatomy(twin)) == (before, plain)
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_dp.boundary import Query, Term
 from lightning_dp.gradients import (
-    ALONE,
     CoupledLossError,
     EngineChoice,
     RecordPasses,
@@ -176,15 +175,3 @@ def test_over_shards_only_engines_that_know_them_are_left_and_all_stay_with_the_
     unprobed.stay(unprobed.reasons)
     assert not unprobed.fall(UnsupportedModelError("A second process does not know of it."))
     assert "one_by_one" not in str(unprobed.refusal(UnsupportedModelError("No.")))
-
-
-def test_a_refusal_tells_each_engines_reason_shortly():
-    choice, reason = EngineChoice("auto"), "The layer net.x saw rows of (3,). Give it rows of (4,)."
-    long = "It is long. " * 100
-    while choice.fall(UnsupportedModelError(f"{reason} {long} {ALONE}")):
-        pass
-    last = UnsupportedModelError(f"Opacus has no rule for net.x. {ALONE}")
-    said = choice.refusal(last).text
-    assert said.endswith(ALONE) and said.count(ALONE) == 1
-    assert "'layers' does not cover it either: The layer net.x saw rows of (3,)." in said
-    assert len(said) < 400

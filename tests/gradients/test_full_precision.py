@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dp.boundary import bounded_sum
-from lightning_dp.functional import full_precision
 from lightning_dp.gradients.batches import SampleBatch
 from lightning_dp.gradients.engines import EngineChoice
 
@@ -22,7 +21,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "convolution", "convolution_backward")
-CPU = torch.device("cpu")
 
 
 def settings() -> set[str]:
@@ -85,33 +83,3 @@ def check(engine: str, net: nn.Module, x: torch.Tensor) -> None:
     attached.detach()
     assert products.of_model and all(each == {"bf16"} for each in products.of_model)
     assert products.of_sums and all(each == {"ieee"} for each in products.of_sums)
-
-
-def test_a_context_can_be_entered_again_and_errors_leave_it() -> None:
-    context = full_precision(CPU)
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError), context:
-            assert settings() == {"ieee"}
-            raise ZeroDivisionError
-        assert settings() == {"bf16"}
-
-
-def test_a_user_who_set_one_kind_of_product_only_gets_it_back() -> None:
-    torch.backends.mkldnn.conv.fp32_precision = "ieee"
-    with full_precision(CPU):
-        assert settings() == {"ieee"}
-    assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
-    assert torch.backends.mkldnn.conv.fp32_precision == "ieee"
-    torch.backends.mkldnn.conv.fp32_precision = "bf16"
-
-
-def test_other_devices_have_the_settings_of_cuda_too() -> None:
-    def on_cuda() -> tuple[str, str]:
-        backends = torch.backends
-        return backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
-
-    before = on_cuda()
-    assert before == ("tf32", "tf32")  # matrices by the user, convolutions by default
-    with full_precision(torch.device("cuda")):
-        assert on_cuda() == ("ieee", "ieee")
-    assert on_cuda() == before

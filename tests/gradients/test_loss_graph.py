@@ -183,17 +183,3 @@ def test_the_message_names_the_node_and_what_was_there_before():
         CoupledLossError, match=r"^The loss takes nan_to_num \(NanToNumBackward0\) of what mean "
     ):
         check_loss_graph((out.mean() * 2).nan_to_num(), N, {out.grad_fn})
-
-
-def test_a_number_of_records_that_is_another_size_too_refuses_nothing():
-    net = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
-    for n in range(2, 13):
-        out = nn.Linear(8, 12)(net(torch.randn(n, 12, 8)))
-        for loss in (
-            F.cross_entropy(out.flatten(0, 1), torch.arange(12 * n) % 12),
-            sum(each.pow(2).mean(0).sqrt().mean() for each in out) / n,
-            out.transpose(0, 1)[2].softmax(1).logsumexp(1).mean(),
-            (out @ out.transpose(1, 2)).softmax(2).pow(2).sum() / n,
-            out.mean(1).softmax(1).max(1).values.mean(),
-        ):
-            check_loss_graph(loss, n, {out.grad_fn})

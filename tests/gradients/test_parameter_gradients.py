@@ -54,14 +54,6 @@ def check_difference(form, here, there, shape):
     assert (total - rows.sum(0).flatten()).norm() <= 1e-5 * rows.sum(0).norm()
 
 
-def test_convolutions_on_small_maps_make_no_row_for_their_norms():
-    form = Convolution((64, 48, 3, 3), (1, 1), (1, 1), (1, 1), 1)
-    for size, has_short_way in [(4, True), (12, False)]:
-        v, u = torch.randn(2, 48, size, size), torch.randn(2, 64, size, size)
-        found = form.squared_norms([Use(form, v, u)], may_keep=True)
-        assert (found is not None) == has_short_way
-
-
 @pytest.mark.parametrize("moved", [0, 2, 12])
 def test_differences_of_lookups_hold_whichever_rows_they_look_up(moved):
     """Equal rows must not be subtracted as squares; other rows must not be mixed up."""
@@ -78,25 +70,6 @@ def test_norms_of_wide_layers_are_not_too_small():
     gradients = ParameterGradients([Use(OuterProduct(), v, u)], torch.Size((3, 3_000_000)))
     exact = float(v[0].double().norm() * u[0].double().norm()) ** 2
     assert gradients.squared_norms().tolist() == pytest.approx([exact] * 2, rel=1e-6)
-
-
-def kept_bytes(engine: LayerCalls) -> int:
-    found = engine.take(1.0)._gradients
-    tensors = [part for each in found for use in each.uses for part in (use.v, use.u)]
-    return sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-def test_of_layers_with_large_maps_only_gradients_are_kept(oracle):
-    """Unless they are going to be subtracted from those at a point nearby."""
-    net = nn.Sequential(nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 4, 3))
-    engine, x = LayerCalls(), torch.randn(16, 4, 20, 20)
-    engine.attach(net, oracle.trained(net))
-    rows = 4 * 16 * sum(param.numel() for param in net.parameters())
-    engine.backward(oracle.mean_loss(net(x)))
-    assert kept_bytes(engine) <= 1.2 * rows < x.nbytes  # in memory for somewhat larger batches
-    engine.backward(oracle.mean_loss(net(x)), combined=True)
-    assert kept_bytes(engine) > 4 * x.nbytes
-    engine.detach()
 
 
 def test_memory_does_not_grow_with_the_sizes_of_batches(layer_engine, oracle):

@@ -130,29 +130,6 @@ def test_the_inner_hint_holds_and_ends():
     assert folding_in_force() is None
 
 
-@pytest.mark.parametrize(
-    "owners", [torch.zeros(2, 2).long(), torch.zeros(3), torch.tensor(1), [0, 1], None]
-)
-def test_what_is_no_vector_of_whole_numbers_is_refused(owners):
-    with pytest.raises(ValueError, match=r"rows_of_records: owners is .* shape \(N,\)"):
-        rows_of_records(owners, 2).__enter__()
-
-
-def test_a_number_of_records_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="records=-1"):
-        rows_of_records(torch.zeros(2).long(), -1).__enter__()
-
-
-@pytest.mark.parametrize("owners", [[0, 5], [-1, 0]])
-def test_an_owner_that_is_no_record_is_refused(owners, engine):
-    net = nn.Linear(3, 2)
-    engine.attach(net, list(net.parameters()))
-    with rows_of_records(torch.tensor(owners), 2):
-        loss = net(torch.ones(2, 3)).sum()
-    with pytest.raises(UnsupportedModelError):
-        engine.backward(loss)
-
-
 def test_opacus_hooks_would_take_rows_for_records(hooks):
     """Also where there happen to be as many."""
     net = nn.Linear(3, 2)

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from lightning_dp._checks import MisconfigurationError, check_model
 from lightning_dp.boundary import Query, Term
 from lightning_dp.functional import flatten
 from lightning_dp.gradients import RecordPasses, Replay, UnsupportedModelError, calls
@@ -296,13 +295,3 @@ def test_a_loss_that_compares_records_is_refused_and_one_with_its_margin_met_is_
             return
         with pytest.raises(UnsupportedModelError, match="compares records with each other"):
             dry_run()
-
-
-# -- 7: statistics of a batch -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layer", [nn.BatchNorm1d(6), nn.BatchNorm2d(3, affine=False)])
-def test_layers_that_normalise_over_the_batch_are_refused_by_type(layer):
-    """Of one image such a layer has statistics, so that no run tells."""
-    with pytest.raises(MisconfigurationError, match=r"\['1'\] normalise over the batch"):
-        check_model(nn.Sequential(nn.Linear(6, 6), layer))

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
-class Model(L.LightningModule):
-    """A network and a loss of its output and the rest of the batch."""
-
-    def __init__(self, net: nn.Module, loss: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.net, self.loss = net, loss
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, *others = batch
-        return self.loss(self.net(x), *others)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+from tests.zoo import Model
 
 
 class BatchStatistics(nn.Module):

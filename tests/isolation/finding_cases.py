@@ -207,11 +207,6 @@ class CoherentAtBatchStart(Base):
         batch[0].copy_(coherent(batch[0]))
 
 
-class EditsAtBatchStart(L.Callback):
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        batch[0].copy_(coherent(batch[0]))
-
-
 def coherent_collate(rows: list[Any]) -> Any:
     x, y = default_collate(rows)
     return coherent(x), y

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -119,36 +118,6 @@ class RunningMean(Classifier):
         return loss
 
 
-class LossOverItsAverage(Classifier):
-    def start(self):
-        self.average = 1.0
-
-    def training_step(self, batch, batch_idx):
-        loss = self.losses_of(batch).mean()
-        scaled = loss / self.average
-        self.average = 0.9 * self.average + 0.1 * loss.item()
-        return scaled
-
-
-class DynamicWeightAverage(Classifier):
-    """Two losses, weighed by how fast they fell over the two epochs before."""
-
-    def start(self):
-        self.seen, self.averages, self.weights = [], [], np.ones(2)
-
-    def training_step(self, batch, batch_idx):
-        losses = torch.stack([self.losses_of(batch).mean(), self.layer(batch[0]).square().mean()])
-        self.seen.append(losses.detach())
-        return (losses * torch.as_tensor(self.weights, dtype=torch.float32)).sum()
-
-    def on_train_epoch_end(self):
-        self.averages.append(torch.stack(self.seen).mean(0).numpy())
-        self.seen = []
-        if len(self.averages) > 1:
-            ratio = np.exp(self.averages[-1] / self.averages[-2] / 2)
-            self.weights = 2 * ratio / ratio.sum()
-
-
 class OwnPlateau(Classifier):
     def start(self):
         self.losses, self.best, self.bad = [], float("inf"), 0
@@ -165,23 +134,6 @@ class OwnPlateau(Classifier):
         if self.bad > 2:
             self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
             self.bad = 0
-
-
-class ClassWeightsByErrors(Classifier):
-    def start(self):
-        self.errors, self.weights = torch.zeros(3), torch.ones(3)
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        output = self.layer(x)
-        wrong = y[output.argmax(1) != y]
-        self.errors += torch.bincount(wrong, minlength=3)
-        losses = nn.functional.cross_entropy(output, y, reduction="none")
-        return (losses * self.weights[y]).mean()
-
-    def on_train_epoch_end(self):
-        self.weights = (1 + self.errors) / (1 + self.errors).mean()
-        self.errors = torch.zeros(3)
 
 
 class WeightsByMetric(Classifier):
@@ -204,9 +156,6 @@ class WeightsByMetric(Classifier):
     [
         (Queue, "self.queue", 2),
         (RunningMean, "self.mean", 2),
-        (LossOverItsAverage, "self.average", 2),
-        (DynamicWeightAverage, "self.weights", 3),
-        (ClassWeightsByErrors, "self.weights", 2),
         (WeightsByMetric, "self.weight", 2),
     ],
 )
@@ -310,7 +259,7 @@ def test_what_nothing_reads_and_what_is_public_are_no_faults(kind):
 
 
 def test_comparisons_leave_no_trace():
-    plain, watched = DynamicWeightAverage(), DynamicWeightAverage()
+    plain, watched = WeightsByMetric(), WeightsByMetric()
     fits = Fit(plain), Fit(watched)
     fits[0].compare = lambda batch: [torch.randn(4, 4, generator=fits[0].generator)]
     for fit in fits:

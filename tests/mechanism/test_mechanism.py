@@ -29,8 +29,8 @@ from lightning_dp.boundary import (
     add_noise,
     begin_with_noise,
 )
-from lightning_dp.estimators import AbstractEstimator, MeanGradient, Traits, share_of_noise
-from lightning_dp.mechanism import _EARLY_VALUES, BudgetExhausted, Mechanism
+from lightning_dp.estimators import AbstractEstimator, Traits, share_of_noise
+from lightning_dp.mechanism import BudgetExhausted, Mechanism
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.postprocessing import Momentum
 from lightning_dp.sampling import FullBatch, Poisson
@@ -194,15 +194,6 @@ def test_a_begun_sum_is_released_with_the_same_noise_once(count, adds, trial):
     torch.testing.assert_close(fresh * trial.batch_size, expected, rtol=0, atol=1e-5)
 
 
-def test_noise_of_small_models_begins_with_the_step(trial):
-    """Next to a gradient of the last step, for which a small model has room."""
-    large = (torch.zeros(_EARLY_VALUES + 1),)
-    for params, spares_memory, begun in ((PARAMS, False, 1), (PARAMS, True, 0), (large, False, 0)):
-        source = Threads(seed=4)
-        trial.make(noise=source, spares_memory=spares_memory).ask(params)
-        assert source.begun == begun
-
-
 @pytest.mark.parametrize("spares_memory", [False, True])
 def test_a_step_without_any_answer_releases_the_noise_that_was_drawn(spares_memory, trial):
     mechanism = trial.make(noise=NoiseSource(seed=2), spares_memory=spares_memory)
@@ -222,15 +213,6 @@ def test_a_step_that_is_begun_again_has_other_noise(trial):
     released = mechanism.tell(PARAMS) * trial.batch_size
     torch.testing.assert_close(released, kept)
     assert not torch.isclose(released, dropped).all()
-
-
-def test_small_sums_and_steps_without_noise_begin_empty(trial):
-    for size, noise_multiplier in ((100, 1.0), (SIZE, 0.0)):
-        source, params = Threads(seed=2), (torch.zeros(size),)
-        mechanism = trial.make(noise=source, noise_multiplier=noise_multiplier)
-        mechanism.ask(params)
-        mechanism.begin_noise(params)
-        assert mechanism.so_far is None and source.begun == 0
 
 
 def test_each_rank_begins_with_the_noise_of_its_share():
@@ -270,16 +252,6 @@ def test_without_noise_the_estimate_is_the_sum_over_the_expected_batch_size(tria
     estimate = trial.step(mechanism, first, second)
 
     torch.testing.assert_close(estimate, (first + second) / trial.batch_size)
-
-
-def test_the_noise_of_the_estimate_is_multiplier_times_clip_norm_over_the_batch_size(trial):
-    mechanism = trial.make(noise_multiplier=3.0, estimator=MeanGradient(0.5))
-    params = [torch.zeros(20_000)]
-    mechanism.ask(params)
-
-    deviation = float(mechanism.tell(params).std())
-
-    assert deviation == pytest.approx(3.0 * 0.5 / trial.batch_size, rel=0.03)
 
 
 def test_an_empty_batch_releases_pure_noise_and_is_charged(trial):
@@ -358,18 +330,6 @@ def test_a_resumed_mechanism_continues_the_trajectory_of_the_uninterrupted_one(s
     torch.testing.assert_close(torch.stack(before + after), torch.stack(expected))
     assert resumed.step == 6
     assert resumed.state_dict()["estimator"] == {"told": 6}
-
-
-def test_a_state_saved_is_not_changed_by_the_steps_after_it(trial):
-    mechanism = trial.make(postprocessing=(Momentum(0.8),))
-    trial.step(mechanism, torch.ones(trial.size))
-    state = mechanism.state_dict()
-    before = state["postprocessing"][0]["average"].clone()
-
-    trial.step(mechanism, torch.ones(trial.size))
-
-    assert state["step"] == 1
-    assert torch.equal(state["postprocessing"][0]["average"], before)
 
 
 def test_in_the_middle_of_a_step_the_state_holds_released_values_only(trial):

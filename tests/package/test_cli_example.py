@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from jsonargparse import ArgumentParser
 
 from lightning_dp.callbacks import DifferentialPrivacy
@@ -73,25 +72,6 @@ def test_the_saved_configuration_runs_again_as_it_ran(train):
     assert second.trainer.log_dir != first.trainer.log_dir
     assert privacy_of(second).config == privacy_of(first).config
     assert privacy_of(second).epsilon == privacy_of(first).epsilon
-
-
-def test_there_is_a_file_for_each_method_and_its_command_names_it():
-    assert METHODS == [
-        "cubic_newton",
-        "diff2",
-        "dp_sgd",
-        "dynamic",
-        "exponential",
-        "full_batch",
-        "laplacian_smoothing",
-        "replace_one",
-        "storm",
-    ]
-    for method in METHODS:
-        text = (FOLDER / f"{method}.yaml").read_text("utf-8")
-        assert f"train.py fit --config examples/cli/{method}.yaml\n" in text
-        arguments = init_args(yaml.safe_load(text))
-        assert isinstance(arguments["target_delta"], float)
 
 
 def test_the_help_of_the_callback_names_every_argument_and_what_can_be_put_there(train, capsys):

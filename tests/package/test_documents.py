@@ -65,18 +65,6 @@ def test_every_path_and_every_dotted_name_of_a_document_is_there():
         assert missing == set(), document
 
 
-def test_a_missing_path_or_name_is_found():
-    assert list(paths_in("see `lightning_dp/x/y.py`, [t](../tests/a.py) and `b.py`")) == [
-        "lightning_dp/x/y.py",
-        "tests/a.py",
-        "b.py",
-    ]
-    assert not exists("lightning_dp/nowhere.py") and not exists("nowhere.py")
-    assert exists("conftest.py") and exists("lightning_dp/accounting")
-    assert is_there("lightning_dp.accounting.epsilon")
-    assert not is_there("lightning_dp.accounting.nowhere") and not is_there("lightning_dp.nowhere")
-
-
 # -- the prose of the project is plain: summaries name the thing, and a few turns of phrase a ----
 
 
@@ -176,27 +164,12 @@ def test_every_page_is_written_plainly():
         assert turns(enumerate(paragraphs, 1)) == [], path
 
 
-def test_what_is_avoided_is_found():
-    code = (
-        '"""What it is."""\nx = 1\n"""Whether it is."""\nraise E("cannot be\\nhad")  # made anew\n'
-    )
-    assert [each.split()[2] for each in questions(code)] == ["What", "Whether"]
-    assert sorted(each.split("'")[1] for each in turns(texts(code))) == ["anew", "cannot be had"]
-    assert types_by_mistake('@property\ndef f(self):\n    """A number: 1."""\n') != []
-    assert vanishing('"""T."""\n"""A plan.\n\n    Args:\n        rate: q.\n    """\n')[1:] != []
-    assert questions('"""Somewhat plain."""\nname = "What is said"\n') == []
-
-
 # -- the README is short, and its table and commands are those of the project --------------------
 
 
 def arguments_in(text: str) -> list[str]:
     """The arguments that a table explains."""
     return re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
-
-
-def test_it_is_read_in_one_go(root):
-    assert len((root / "README.md").read_text("utf-8").splitlines()) <= 160
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/runs.md"])

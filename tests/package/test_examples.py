@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import importlib.util
 import logging
 import os
@@ -114,41 +113,9 @@ def digits() -> dict[str, np.ndarray]:
     }
 
 
-def idx(array: np.ndarray) -> bytes:
-    header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">i4").tobytes()
-    return header + array.tobytes()
-
-
 def write_npz(folder: Path) -> None:
     names = ("X_train", "y_train", "X_test", "y_test")
     np.savez(folder / "mnist.npz", **dict(zip(names, digits().values(), strict=True)))
-
-
-def write_torchvision(folder: Path) -> None:
-    raw = folder / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for name, array in digits().items():
-        (raw / name).write_bytes(idx(array))
-
-
-def write_gzipped(folder: Path) -> None:
-    for name, array in digits().items():
-        (folder / f"{name}.gz").write_bytes(gzip.compress(idx(array)))
-
-
-@pytest.mark.parametrize("write", [write_npz, write_torchvision, write_gzipped])
-def test_mnist_is_read_in_every_layout(write, load, tmp_path):
-    example = load("mnist_cnn")
-    write(tmp_path)
-
-    train, test = example.mnist(tmp_path)
-
-    expected = list(digits().values())
-    for dataset, images, labels in ((train, *expected[:2]), (test, *expected[2:])):
-        x, y = dataset.tensors
-        np.testing.assert_allclose(x.squeeze(1).numpy(), images / 127.5 - 1, atol=1e-6)
-        np.testing.assert_array_equal(y.numpy(), labels)
-    assert example.MnistCNN()(train.tensors[0][:5]).shape == (5, 10)
 
 
 def test_mnist_example_runs(load, global_settings, tmp_path, monkeypatch, capsys):
@@ -163,23 +130,6 @@ def test_mnist_example_runs(load, global_settings, tmp_path, monkeypatch, capsys
 
     printed = capsys.readouterr().out
     assert re.search(r"test accuracy [\d.]+% at ε = (1\.9\d+|2),", printed)
-
-
-@pytest.mark.parametrize("given", [(), ("--data", "nowhere")])
-def test_mnist_example_explains_missing_data(given, load, tmp_path, monkeypatch, capsys):
-    example = load("mnist_cnn")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("LIGHTNING_DP_DATA", raising=False)
-    monkeypatch.setattr(sys, "argv", ["mnist_cnn.py", *given])
-
-    with pytest.raises(SystemExit) as stop:
-        example.main()
-
-    said = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert "MNIST is missing" in said
-    for word in ("--data DIR", "LIGHTNING_DP_DATA", "mnist.npz", "MNIST/raw/", *ARRAYS):
-        assert word in said
 
 
 def test_mnist_gan_runs(load, global_settings, tmp_path, monkeypatch, capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import shlex
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sklearn.datasets
 
 pytest.importorskip("flwr", reason="needs lightning-dp[federated]")
 
@@ -78,20 +76,3 @@ def test_two_commands_run_it_as_processes(root, commands, environment, tmp_path)
 
     assert done.returncode == 0, done.stderr
     check(done.stdout, 2)
-
-
-def test_missing_data_are_explained(root, tmp_path, monkeypatch):
-    def fail(*_, **__):
-        raise OSError("offline")
-
-    monkeypatch.setattr(sklearn.datasets, "fetch_openml", fail)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(root / "examples" / "federated"))
-    problems = importlib.import_module("problems")
-    monkeypatch.delitem(sys.modules, "problems")
-
-    with pytest.raises(SystemExit) as stop:
-        problems.PROBLEMS["mnist"].records(0, 4, "nowhere")
-
-    for word in ("mnist is missing", "mnist.npz", "--data DIR", "LIGHTNING_DP_DATA", "offline"):
-        assert word in str(stop.value)

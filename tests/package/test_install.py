@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 
 import lightning_dp
-from lightning_dp._refusals import ADDRESS
 
 PARTS = (".ci", "benchmarks", "callbacks", "docs", "examples", "lightning_dp", "tests")
 MADE = ("__pycache__", "venv", "*.egg-info", "*.pyc", "lightning_logs", "privacy", "_build")
@@ -74,28 +73,6 @@ def distributions(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def wheel(distributions: Path) -> Path:
     (path,) = distributions.glob("*.whl")
     return path
-
-
-def packages_in_the_checkout(root: Path) -> set[str]:
-    inside = {
-        ".".join(path.parent.relative_to(root).parts)
-        for path in (root / "lightning_dp").rglob("__init__.py")
-    }
-    return inside | {"lightning_dp.callbacks"}
-
-
-def test_the_list_of_packages_is_the_folders(root):
-    text = (root / "pyproject.toml").read_text("utf-8")
-    listed = text.split("packages = [")[1].split("]")[0].replace('"', "").replace(",", " ").split()
-
-    assert set(listed) == packages_in_the_checkout(root)
-    assert listed == sorted(set(listed))
-
-
-def test_every_folder_with_modules_is_a_package(root):
-    folders = {path.parent for path in (root / "lightning_dp").rglob("*.py")}
-
-    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
 def test_the_wheel_holds_every_module_and_the_type_marker(root, wheel):
@@ -207,26 +184,6 @@ def test_the_callbacks_bring_nothing_that_lightning_does_not(loaded):
     assert len(own) < 70  # how many the others have is their versions' matter
 
 
-def test_one_version_and_one_name_of_the_authors_everywhere(root):
-    project = (root / "pyproject.toml").read_text("utf-8")
-    citation = (root / "CITATION.cff").read_text("utf-8")
-    version = lightning_dp.__version__
-    (authors,) = re.findall(r'^authors = \[{ name = "(.*)" }\]$', project, re.MULTILINE)
-
-    assert f"\nversion: {version}\n" in citation and f"\n  - name: {authors}\n" in citation
-    assert f'author = "{authors}"' in (root / "docs/conf.py").read_text("utf-8")
-
-
-def test_links_are_absolute_as_soon_as_there_is_an_address(root):
-    """The README is also the page of the package, where no file lies next to it."""
-    readme = (root / "README.md").read_text("utf-8")
-    relative = re.findall(r"\]\((?!https?://|#)([^)]+)\)", readme)
-    has_urls = "[project.urls]" in (root / "pyproject.toml").read_text("utf-8")
-
-    assert has_urls is (ADDRESS is not None)
-    assert ADDRESS is None or relative == []
-
-
 def test_the_oldest_libraries_that_are_tried_are_those_allowed(root):
     oldest = runpy.run_path(str(root / ".ci/pythons.py"))["OLDEST"]
     project = (root / "pyproject.toml").read_text("utf-8")
@@ -236,11 +193,3 @@ def test_the_oldest_libraries_that_are_tried_are_those_allowed(root):
     assert oldest.keys() == floors.keys()
     for name, floor in floors.items():
         assert f"{oldest[name]}.".startswith(f"{floor}."), name
-
-
-def test_the_classifiers_name_the_pythons_of_the_table(root):
-    named = set(re.findall(r"Python :: (3\.\d+)", (root / "pyproject.toml").read_text("utf-8")))
-    table = (root / "docs/architecture.md").read_text("utf-8")
-    was_run = re.findall(r"^\| (3\.\d+)[\d.]* \|.*\| (?:run|whole)", table, re.MULTILINE)
-
-    assert named >= set(was_run)

@@ -126,32 +126,11 @@ def test_the_page_has_the_table_of_the_runs_that_were_kept(recipe, root):
     assert table.table(kept) in (root / "docs/recipes.md").read_text("utf-8")
 
 
-def test_every_command_of_the_table_is_that_of_a_recipe(recipe):
-    table = recipe("table")
-    for row in table.load(table.KEPT):
-        script, *arguments = row.command.removeprefix("python examples/recipes/").split()
-        assert script.removesuffix(".py") in SCRIPTS
-        needs_data = "--data DIR" in (RECIPES / script).read_text("utf-8")
-        assert arguments == (["--data", "DIR"] if needs_data else [])
-
-
 def test_epsilon_of_the_table_is_within_its_target(recipe):
     table = recipe("table")
     for row in table.load(table.KEPT):
         assert 0.9 < row.private.epsilon <= 3.0
         assert row.target_delta < 1 / row.records
-
-
-@pytest.mark.parametrize(
-    ("metric", "values", "expected"),
-    [
-        ("accuracy", [0.5], "50.0 %"),
-        ("accuracy", [0.25, 0.75], "50.0 % (25.0 to 75.0)"),
-        ("R²", [0.5, 0.7], "0.600 (0.500 to 0.700)"),
-    ],
-)
-def test_a_metric_is_shown_with_its_range(recipe, metric, values, expected):
-    assert recipe("table").shown(metric, values) == expected
 
 
 # -- the features ------------------------------------------------------------------------------
@@ -169,50 +148,7 @@ def test_features_of_an_image_depend_on_no_other_image(recipe):
         torch.testing.assert_close(together[i : i + 1], alone, rtol=1e-4, atol=1e-5)
 
 
-def by_loops(image: np.ndarray, kernel: np.ndarray, stride: int) -> np.ndarray:
-    """|x * ψ| by its definition, with mirrored edges."""
-    edge = kernel.shape[0] // 2
-    padded = np.pad(image, edge, mode="reflect")
-    size = range(0, image.shape[0], stride)
-    area = range(kernel.shape[0])
-    return np.array([
-        [abs(sum(padded[i + a, j + b] * kernel[a, b] for a in area for b in area)) for j in size]
-        for i in size
-    ])  # fmt: skip
-
-
-def test_moduli_are_those_of_the_definition(recipe):
-    scattering = recipe("scattering")
-    image = torch.rand(9, 9, generator=torch.Generator().manual_seed(0))
-    for scale, size, stride in ((1, 7, 1), (2, 13, 2)):
-        filters = scattering.wavelets(size, scale, directions=3)
-        found = scattering.moduli(image.unsqueeze(0), filters, stride)[0]
-        for k in range(3):
-            kernel = (filters[k, 0] + 1j * filters[3 + k, 0]).numpy()
-            assert abs(kernel.sum()) < 1e-6  # so it answers to no constant image
-            expected = by_loops(image.numpy().astype(np.float64), kernel, stride)
-            np.testing.assert_allclose(found[k].numpy(), expected, atol=1e-5)
-
-
-def test_a_wavelet_answers_to_waves_in_its_direction(recipe):
-    scattering = recipe("scattering")
-    axis = torch.arange(32.0)
-    wave = (scattering.FREQUENCY * axis).cos().expand(32, 32)  # it changes from left to right
-    found = scattering.moduli(wave.unsqueeze(0), scattering.wavelets(7, 1, 4), 1)[0]
-    strength = found.mean((1, 2))
-    assert strength.argmax() == 0 and strength[0] > 3 * strength[2]
-
-
-def test_means_leave_a_constant_as_it_is(recipe):
-    found = recipe("scattering").means(torch.full((2, 3, 28, 28), 0.7), 4)
-    torch.testing.assert_close(found, torch.full((2, 3, 7, 7), 0.7))
-
-
 # -- the text ----------------------------------------------------------------------------------
-
-
-def test_pieces_of_text_do_not_overlap(recipe):
-    assert recipe("texts").pieces(list("abcdefg"), 3) == ["a\nb\nc", "d\ne\nf"]
 
 
 def test_functions_are_whole_and_each_is_there_once(recipe):
@@ -220,9 +156,3 @@ def test_functions_are_whole_and_each_is_there_once(recipe):
     assert len(set(found)) == 300
     for each in found:
         ast.parse(f"class Whole:\n{each}" if each[0] == " " else each)
-
-
-def test_every_python_brings_the_text(recipe):
-    texts = recipe("texts")
-    assert len(texts.documentation()) > 300_000
-    assert all(len(texts.source_lines(package)) > 1000 for package in texts.PACKAGES)

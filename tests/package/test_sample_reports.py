@@ -20,40 +20,6 @@ from lightning_dp.report.files import PATTERN, read_report
 
 matplotlib.use("Agg")
 
-# Of an engineer's language; page one does without, or explains them where they stand.
-JARGON = (
-    *("accountant", "add_remove", "batch", "bookkeeping", "calibrat", "checkpoint", "clip"),
-    *("composition", "estimator", "gaussian", "gradient", "hyper", "isolat", "iterat", "loss"),
-    *(
-        "mechanism",
-        "metric",
-        "multiplier",
-        "neighbo",
-        "optimi[sz]er",
-        "parameter",
-        "pld",
-        "poisson",
-    ),
-    *(
-        "probe",
-        "rdp",
-        "relation",
-        "resume",
-        "sampling",
-        "seed",
-        "sensitivity",
-        "tensor",
-        "validation",
-    ),
-)
-EXPLAINED = {
-    "weights": "weights of the model (the numbers that it learnt)",
-    "ledger": "(the ledger is the list in which each step was written down before it was made",
-    "journal": "The journal (the file of the ledger",
-    "ε": "Engineers write the promise as ε = ",
-    "δ": "at δ = 0.00001 (delta): whether",
-}
-
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
@@ -117,29 +83,6 @@ def test_nothing_of_the_machine_is_in_them(folder, texts):
             assert not re.search(rf"\b{name}\b", without_pictures(text))
 
 
-def jargon(text: str) -> list[str]:
-    """The words of engineers in a text, but for those in brackets, which name what was said before."""
-    plain = re.sub(r"\([^()]*\)", "", text).lower()
-    return [word for word in JARGON if re.search(rf"\b{word}", plain)]
-
-
-def test_page_one_needs_no_engineer(texts):
-    people = texts["people.md"]
-    assert jargon(people) == []
-    for word, explanation in EXPLAINED.items():
-        assert explanation in people, word
-        line = people.rindex("\n", 0, people.index(explanation))
-        assert people.index(word) > line, f"{word!r} is there before it is explained"
-    assert jargon("We clip gradients of a batch (128).") == ["batch", "clip", "gradient"]
-
-
-def test_page_one_answers_what_a_lawyer_asks(texts):
-    titles = re.findall("^## (.*)", texts["people.md"], re.M)
-    for asked in ("promised", "To whom", "data", "When, by whom", "else ran", "not promised"):
-        assert any(asked in title for title in titles), asked
-    assert "not stated" not in texts["people.md"]
-
-
 def test_the_annex_computes_what_page_one_says(folder, texts, monkeypatch):
     (code,) = re.findall(r"```python\n(.*?)```", texts["engineers.md"], re.S)
     monkeypatch.chdir(folder)
@@ -153,11 +96,6 @@ def test_the_annex_computes_what_page_one_says(folder, texts, monkeypatch):
         f"at most {epsilon_text(50 * (1 + advantage), 3)}",
     ):
         assert part in texts["people.md"]
-
-
-def test_the_page_about_reports_leads_to_them(folder, texts):
-    page = (folder.parent / "epsilon.md").read_text("utf-8")
-    assert [name for name in texts if f"(reports/{name})" not in page] == []
 
 
 def test_the_page_about_reports_shows_the_short_form(folder):

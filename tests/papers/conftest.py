@@ -55,28 +55,3 @@ def mnist_folder(tmp_path: Path) -> Path:
         **{"X_test": images[6000:], "y_test": labels[6000:]},
     )
     return tmp_path
-
-
-@pytest.fixture
-def explains_missing_mnist(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[[ModuleType, tuple[str, ...]], None]:
-    """Checks that a script of examples/papers stops at once and says where MNIST is looked for."""
-
-    def check(script: ModuleType, arguments: tuple[str, ...]) -> None:
-        monkeypatch.delenv("LIGHTNING_DP_DATA", raising=False)
-        monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            script.main()
-        assert stop.value.code == 2
-        said = capsys.readouterr().err
-        for words in (
-            "MNIST is missing",
-            "--data DIR",
-            "LIGHTNING_DP_DATA",
-            "mnist.npz",
-            "MNIST/raw/",
-        ):
-            assert words in said
-
-    return check

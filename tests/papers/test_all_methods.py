@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -55,17 +53,6 @@ def made_up(common: Any) -> Callable[[Any], Any]:
     return execute
 
 
-def test_settings_are_equally_many_and_the_same_where_methods_agree(script, common):
-    base = script.settings_of(script.PROBLEMS["a9a"], script.METHODS["sgd"])
-    assert len(base) == common.RUNGS[0][0]
-    for method in script.METHODS.values():
-        settings = script.settings_of(script.PROBLEMS["a9a"], method)
-        assert [{key: each[key] for key in base[0]} for each in settings] == list(base)
-        for name in settings[0]:
-            counts = Counter(each[name] for each in settings).values()
-            assert max(counts) - min(counts) <= 1
-
-
 def test_every_method_is_tuned_with_equally_many_runs_and_resumes(script, common, tmp_path):
     order, execute = script.work(["digits"], [1.0, 3.0], noises=7), made_up(common)
     whole = common.run_all(
@@ -89,18 +76,6 @@ def test_every_method_is_tuned_with_equally_many_runs_and_resumes(script, common
     )
     assert again == whole == common.load(tmp_path / "cut")
     assert len(made) == len(set(made)) == len(whole) - 300
-
-
-def test_no_run_begins_after_the_time_is_over(script, common, tmp_path):
-    order = script.work(["digits"], [1.0], noises=2)
-    runs = common.run_all(
-        common.Agenda(order, script.score).following,
-        made_up(common),
-        tmp_path / "none",
-        minutes=0,
-    )
-    assert runs == {}
-    assert not (tmp_path / "none").exists()
 
 
 def test_every_method_keeps_to_its_budget(script, common):
@@ -158,19 +133,6 @@ def test_the_bare_loop_is_the_trainers_run(script, name, tmp_path):
     assert spent == pytest.approx(privacy.epsilon, rel=1e-9)
     for ours, trainers in zip(trainee.params, model.net.parameters(), strict=True):
         torch.testing.assert_close(ours, trainers, rtol=0, atol=0)
-
-
-def test_the_page_says_who_gained(script, common, tmp_path):
-    order, path = script.work(["digits"], [1.0], noises=20), tmp_path / "runs.jsonl"
-    results = common.run_all(common.Agenda(order, script.score).following, made_up(common), path)
-    text = script.page(results, "the command", "picture.png")
-    assert "- noise that decays: digits at ε = 1" in text
-    assert "Worse than DP-SGD (adjusted p < 0.05):\n\n- nothing" in text
-    assert "| noise that decays | **+2.10 ± 0.04** (p < 0.001) |" in text
-    short = {run: each for run, each in results.items() if run.seed not in range(3, 20)}
-    assert "- `Storm`: digits at ε = 1" in text  # among those that do not differ
-    assert "n = 3" in script.page(short, "the command", "picture.png")
-    assert all(json.loads(line) for line in Path(path).read_text().splitlines())
 
 
 def test_the_statistics_are_known_ones(common):

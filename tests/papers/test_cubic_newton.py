@@ -115,15 +115,6 @@ def test_the_closed_form_is_what_the_engine_gives(example, coordinates, with_pro
         assert found.clip_norm == clip_norm
 
 
-def test_a_record_that_is_not_finite_adds_nothing(example):
-    x = torch.randn(10, 3, generator=torch.Generator().manual_seed(0))
-    query = Query((Term(1.0, torch.ones(3)),), 0.3, 1.0)
-    without = example.cubic_newton_run.LogisticRecords(x[1:]).bounded_sum(query, range(9)).value
-    x[0, 1] = math.nan
-    found = example.cubic_newton_run.LogisticRecords(x).bounded_sum(query, range(10)).value
-    torch.testing.assert_close(found, without)
-
-
 # -- the runs and the search -----------------------------------------------------------------------
 
 
@@ -176,62 +167,7 @@ def test_runs_spend_what_they_claim(example, folder):
     assert epsilon([(Gaussian(z), 4)], 1e-5) == pytest.approx(0.8, rel=2e-3)
 
 
-def test_local_steps_ask_for_gradients_at_the_moving_point(example):
-    run = example.cubic_newton_run
-    estimator = run.Setting(3, 1.0, 0.2, is_local=True).estimator(0.01, 0.5)
-    point, direction = torch.zeros(4), torch.tensor([0.0, 1.0])
-    state = {**estimator.init([point]), "inner": 1, "offset": direction, "average": direction}
-    query = estimator.ask(state, [point], 0, 1.0)
-    (term,) = query.terms
-    assert term.direction is None and float(term.point.sum()) == 1.0
-    assert query.clip_norm == pytest.approx(0.2 * math.sqrt(0.5))
-
-
-def test_both_methods_have_equally_many_settings(example):
-    script = example.cubic_newton
-    for size in (script.Size(), script.QUICK):
-        first, second = script.first_order(size), script.second_order(size)
-        assert len(set(first)) == len(set(second)) == (4 if size.is_thin else 48)
-        assert all(setting.inner == 1 for setting in first)
-        assert all(setting.inner > 1 for setting in second)
-
-
-def test_the_best_setting_is_found_and_judged_on_other_noise(example, folder):
-    script, run = example.cubic_newton, example.cubic_newton_run
-    of = example.cubic_newton_data.problem("phishing", str(folder), 4)
-    good, bad = run.Setting(1, 4.0, 0.3), run.Setting(1, 1e-3, 0.3)
-    (point,) = script.frontier(of, [bad, good, bad], 1.0, [4], 1.0)
-    assert (point.setting, point.rounds, len(point.values)) == (good, 4, 20)
-    diverging = run.Setting(2, 1e9, 1e9, curvature=1e9)
-    assert script.frontier(of, [diverging, good], 1.0, [4], 1.0)[0].setting == good
-
-
-def test_the_fewest_rounds_to_a_target(example):
-    script, setting = example.cubic_newton, example.cubic_newton_run.Setting(1, 1.0, 1.0)
-    points = [
-        script.Point(rounds, setting, torch.tensor([value - 0.01, value + 0.01]))
-        for rounds, value in ((1, 0.5), (4, 0.104), (9, 0.1), (20, 0.2))
-    ]
-    found = script.Found("a set", None, {("Fed-SGD", 1.0, 0.8): points})
-    assert found.best(("Fed-SGD", 1.0, 0.8)).rounds == 9
-    assert found.target(0.8) == pytest.approx(0.105)
-    assert found.first(("Fed-SGD", 1.0, 0.8), 0.105).rounds == 4
-    assert found.first(("Fed-SGD", 1.0, 0.8), 0.01) is None
-
-
 # -- the data --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "records", "test", "size"),
-    [("phishing", 100, 100, 7), ("w8a", 100, 100, 7), ("a9a", 100, 97, 7), ("mnist", 15, 20, 17)],
-)
-def test_archives_of_all_shapes_are_read_and_dealt_out(example, folder, name, records, test, size):
-    of = example.cubic_newton_data.problem(name, str(folder), 4)
-    assert of.x.shape == (4, records, size) and of.test.shape == (test, size)
-    torch.testing.assert_close(of.x.norm(dim=2), torch.ones(4, records))
-    assert of.weight_decay == 1 / records
-    assert of.as_one().x.shape == (1, 4 * records, size)
 
 
 def test_the_optimum_is_one(example, folder):
@@ -247,20 +183,6 @@ def test_the_optimum_is_one(example, folder):
     least = np.log1p(np.exp(-x @ w)).mean() + of.weight_decay / 2 * w @ w
     assert of.optimum == pytest.approx(least, abs=1e-9)
     assert of.best_accuracy == pytest.approx(float((of.test.numpy() @ w > 0).mean()))
-
-
-def test_a_run_that_is_not_finite_is_infinitely_bad(example, folder):
-    of = example.cubic_newton_data.problem("phishing", str(folder), 4)
-    points = torch.tensor([math.nan, math.inf, 1e30]).repeat(7, 1)
-    assert of.suboptimality(points).tolist()[:2] == [math.inf, math.inf]
-
-
-def test_a_missing_set_is_left_out_with_a_word(example, tmp_path, capsys):
-    with pytest.raises(SystemExit) as stop:
-        example.cubic_newton.main(["--data", str(tmp_path)])
-    assert stop.value.code == 2
-    said = capsys.readouterr().err
-    assert "a9a is left out: no a9a.npz in" in said and "LIGHTNING_DP_DATA" in said
 
 
 # -- the paper's noise, and the tables -------------------------------------------------------------
@@ -322,14 +244,3 @@ def test_the_noise_of_the_paper_has_a_much_larger_epsilon_than_it_says(options):
     newton = CubicNewton(1.0, 1.0, max_grad_norm=0.1, **options)
     true = paper_epsilon(newton, 0.8, 0.01, rounds=40_000, num_records=10_000, delta=1e-5)
     assert true == pytest.approx(9.16, rel=6e-3)
-
-
-@pytest.mark.parametrize("bad", [
-    {"target_epsilon": 0.0}, {"delta0": math.nan}, {"rounds": 0}, {"num_records": -1},
-    {"diameter": math.inf},
-])  # fmt: skip
-def test_bad_arguments_of_the_papers_formulas_are_named(bad):
-    good = {"target_epsilon": 1.0, "delta0": 0.01, "rounds": 3, "num_records": 5, "diameter": 1.0}
-    (name,) = bad
-    with pytest.raises(ValueError, match=name):
-        paper_noise(CubicNewton(1.0, 1.0, 2), **{**good, **bad})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,105 +105,7 @@ def test_differences_of_close_points_are_accurate_in_float32(name, example, fold
     assert error < 5e-3 * exact.norm(dim=1).median()
 
 
-def test_losses_and_gradient_norms_are_torchs(example, folder):
-    for name in ("california", "kdd"):
-        data = example.diff2_data.split(name, str(folder), 0)
-        network = example.diff2_model.Network(data)
-        params = network.start(3)
-        point = network.at(params)
-        total = autograds(data, params).sum(0)
-        torch.testing.assert_close(point.gradient_sum().double(), total, rtol=1e-4, atol=1e-3)
-        hidden = torch.nn.functional.softplus(params[0] @ data.test.x)
-        outputs = params[1][:, :-1] @ hidden + params[1][:, -1:]
-        loss = torch.nn.functional.mse_loss(outputs, data.test.y) if name == "california" else None
-        if loss is None:
-            loss = torch.nn.functional.cross_entropy(outputs.T, data.test.y)
-        assert network.test_loss(params) == pytest.approx(float(loss), rel=1e-5)
-
-
-def test_a_record_that_is_not_finite_adds_nothing(example, folder):
-    data = example.diff2_data.split("california", str(folder), 0)
-    params = example.diff2_model.Network(data).start(0)
-    without = bounded_sum(answer(example, data, (1.0,), [params]), 0.1).value
-    first = data.train.x[:, :1].clone()
-    alone = autograds(data, params)[0]
-    data.train.x[0, 0] = float("nan")
-    data.train.squares[0] = float("nan")
-    found = bounded_sum(answer(example, data, (1.0,), [params]), 0.1).value
-    data.train.x[:, :1], data.train.squares[0] = first, first.square().sum()
-    part = (alone * min(1.0, 0.1 / float(alone.norm()))).float()
-    torch.testing.assert_close(found, without - part, rtol=1e-4, atol=1e-5)
-
-
-def test_each_point_is_computed_once(example, folder, monkeypatch):
-    data = example.diff2_data.split("california", str(folder), 0)
-    network = example.diff2_model.Network(data)
-    seen = []
-    compute = network.at
-    monkeypatch.setattr(network, "at", lambda params: seen.append(1) or compute(params))
-    answers = example.diff2_model.Answers(network)
-    points = [network.start(seed) for seed in range(4)]
-    answers.at(flatten(points[0]), points[0])
-    for before, here in pairwise(points):
-        flat = flatten(before)
-        answers.at(flatten(here), here)  # a look between the steps
-        answers.gradients(Query((Term(), Term(-1.0, flat)), 1.0, 1.0), here)
-    assert len(seen) == 4
-
-
-# -- the data ------------------------------------------------------------------------------------
-
-
-def test_the_split_is_standardised_and_of_ten_equal_parts(example, folder):
-    data = example.diff2_data.split("california", str(folder), 0)
-    train, test = data.train, data.test
-    assert (train.count, test.count) == (320, 81)  # 322 of 403 less the 2 that ten cannot share
-    torch.testing.assert_close(train.x[:-1].mean(1), torch.zeros(4), rtol=0, atol=1e-5)
-    torch.testing.assert_close(train.x[:-1].std(1, correction=0), torch.ones(4))
-    assert (train.x[-1] == 1).all()
-    torch.testing.assert_close(train.squares, train.x.square().sum(0))
-    assert 0.5 < float(torch.cat([train.y, test.y], 1).abs().max()) <= 1
-    other = example.diff2_data.split("california", str(folder), 1)
-    assert not torch.equal(other.train.y, train.y)
-
-
-def test_archives_of_all_shapes_are_read(example, folder):
-    blog = example.diff2_data.split("blog", str(folder), 0)
-    assert (blog.train.count, blog.outputs, blog.is_regression) == (320, 1, True)
-    cover = example.diff2_data.split("covertype", str(folder), 0)
-    assert (cover.train.x.shape[0], cover.outputs, cover.is_regression) == (55, 3, False)
-    assert set(cover.train.x[10:54].unique().tolist()) == {0.0, 1.0}  # bits are left as they are
-    assert (cover.train.x[10:54].sum(0) == 2).all()
-    assert set(cover.train.y.tolist()) == {0, 1, 2}
-
-
-def test_a_missing_set_is_left_out_with_a_word(example, tmp_path, capsys):
-    assert example.diff2_data.raw("gas", str(tmp_path)) is None
-    assert example.diff2_data.raw("gas", "") is None
-    said = capsys.readouterr().err
-    assert "Gas Turbine is left out: no gas_turbine.npz in" in said
-    assert "no folder was given (--data DIR or LIGHTNING_DP_DATA)" in said
-    assert "no fetcher" in said
-    with pytest.raises(SystemExit) as stop:
-        example.diff2.main(["--data", str(tmp_path), "--quick"])
-    assert stop.value.code == 2
-
-
 # -- the noise and the runs ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("interval", [1, 6, 20, 60, 200])
-def test_the_papers_noise_is_that_of_proposition_4_1(interval, example):
-    n, rounds = 16_512, 2000
-    setting = example.diff2_run.Setting(0.1, 1.0, interval, 3.0)
-    plan = example.diff2_run.plan_of(setting, "paper", 3.0, rounds, n)
-    alpha, restarts = 9, math.ceil(rounds / interval)
-    unit = 4 * alpha / (n**2 * 3.0)
-    u = 1.25 if interval > 1 else 1.0
-    assert plan.noise_multiplier(0) / n == pytest.approx(math.sqrt(unit * u * restarts))
-    if interval > 1:
-        sigma = math.sqrt(unit * u / (u - 1) * (rounds - restarts))
-        assert plan.noise_multiplier(1) / n == pytest.approx(sigma)
 
 
 def run_of(example: Any, folder: Path, setting: Any, noise: str, **changes: Any) -> Any:
@@ -255,59 +156,6 @@ def mean_gradient(data: Any, params: list[Tensor]) -> Tensor:
 def _outputs(params: list[Tensor], data: Any) -> Tensor:
     hidden = torch.nn.functional.softplus(params[0] @ data.train.x)
     return params[1][0, :-1] @ hidden + params[1][0, -1]
-
-
-def test_records_in_chunks_are_the_same_records(example, folder, monkeypatch):
-    setting = example.diff2_run.Setting(0.05, 1.0, 4, 3.0)
-    whole = run_of(example, folder, setting, "exact")
-    monkeypatch.setattr(example.diff2_run, "CHUNK", 97)
-    parts = run_of(example, folder, setting, "exact")
-    np.testing.assert_allclose(parts.values, whole.values, rtol=1e-3)
-    assert parts.spent == whole.spent
-
-
-def test_a_diverging_run_is_given_up_and_never_chosen(example, folder):
-    wild = example.diff2_run.Setting(50.0, 100.0, 10, 100.0)
-    trace = run_of(example, folder, wild, "exact", rounds=400, is_tuning=True)
-    assert not trace.is_finished
-    assert trace.level(0) == math.inf
-    assert np.isfinite(trace.values[0]).sum() < 12
-
-
-def test_methods_get_equally_many_points_of_the_papers_grid(example):
-    size = example.diff2.Size()
-    for of in (size, example.diff2.Size(points=2, is_thin=True)):
-        dp_gd, diff2 = example.diff2.dp_gd_settings(of), example.diff2.diff2_settings(of)
-        storm = example.diff2.storm_settings(of)
-        for settings in (dp_gd, diff2, storm):
-            assert of.points % len(set(settings)) == 0  # rates are added to make them up
-        for setting in diff2:
-            assert setting.interval in (6, 20, 60, 200)
-            assert {setting.clip, setting.diff} <= {1.0, 3.0, 10.0, 30.0, 100.0}
-
-
-def test_the_search_for_a_rate_goes_down_until_enough_survive(example, folder):
-    Setting, Run = example.diff2_run.Setting, example.diff2_run.Run
-    run = Run("california", str(folder), 0, 3.0, 200, "none", Setting(1.0), is_tuning=True)
-    found = example.diff2_run.walk(run, 2)
-    rates = [setting.rate for setting in found]
-    assert rates == [0.5**i for i in range(len(rates))]
-    assert sum(trace.is_finished for trace in found.values()) == 2
-    assert list(found.values())[-1].is_finished
-    alone = example.diff2_run.execute(example.diff2.replace(run, setting=list(found)[-1]))
-    np.testing.assert_array_equal(alone.values, list(found.values())[-1].values)
-
-
-def test_p_values_are_one_sided_and_paired(example):
-    low, high = np.array([1.0, 2.0, 3.0, 4.0, 5.0]), np.array([1.5, 2.2, 3.1, 4.6, 5.1])
-    difference = high - low
-    t = difference.mean() / (difference.std(ddof=1) / math.sqrt(5))
-    # P(T > t) of Student's t with 4 degrees of freedom.
-    p = 0.5 - 0.375 * t / math.sqrt(1 + t**2 / 4) * (1 - t**2 / (12 * (1 + t**2 / 4)))
-    assert 0.001 < p < 0.1
-    assert example.diff2_report.p_value(low, high) == pytest.approx(p, rel=1e-6)
-    assert example.diff2_report.p_value(high, low) == pytest.approx(1 - p, rel=1e-6)
-    assert math.isnan(example.diff2_report.p_value(low, np.array([1, 2, 3, 4, math.inf])))
 
 
 @pytest.mark.slow

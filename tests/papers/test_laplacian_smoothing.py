@@ -38,11 +38,6 @@ def folder(mnist_folder: Path) -> Path:
     return mnist_folder
 
 
-@pytest.mark.parametrize("given", [(), ("--data", "nowhere")])
-def test_without_data_it_explains_itself(given, example, explains_missing_mnist):
-    explains_missing_mnist(example, given)
-
-
 def test_the_noise_of_theorem_1_and_the_tight_noise_have_the_known_values(logistic):
     protocol = logistic.Protocol(50_000, 128, 19_550, "1/t")
     known = {0.1: (108.9, 11.04), 0.2: (54.6, 5.89), 0.3: (36.4, 4.10)}
@@ -51,17 +46,6 @@ def test_the_noise_of_theorem_1_and_the_tight_noise_have_the_known_values(logist
         found = logistic.tight_noise(50_000, 128, 19_550, budget)
         assert found == pytest.approx(tight, rel=2e-3)
         assert protocol.spent(found) == pytest.approx(budget, rel=2e-3)
-
-
-def test_the_rates_are_the_protocols(logistic):
-    def rates(name: str) -> list[float]:
-        protocol = logistic.Protocol(40, 10, 10, name)
-        return [protocol.rate_at(step) for step in range(10)]
-
-    assert rates("1/t") == [1 / t for t in range(1, 11)]
-    assert rates("1/t by epoch") == [1] * 4 + [1 / 5] * 4 + [1 / 9] * 2
-    assert rates("linear") == pytest.approx([1 - t / 10 for t in range(10)])
-    assert rates("constant") == [1] * 10
 
 
 def softmax_gradient(params: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -147,27 +131,6 @@ def test_the_per_sample_gradients_of_the_networks_are_autograds(network, shape, 
         one[i] = 1
         torch.testing.assert_close(found.weighted_sum(one), exact, rtol=1e-3, atol=1e-6)
         assert float(found.norms()[i]) == pytest.approx(float(exact.norm()), rel=1e-4)
-
-
-def test_the_networks_are_the_papers(example):
-    for network, size in (("mnist_network", 26_010), ("cifar_network", 1_068_298)):
-        net = getattr(example.cnn, network)()
-        assert sum(param.numel() for param in net.parameters()) == size
-
-
-def test_jpeg_coefficients_become_pictures(import_paper):
-    """Only the mean of each block: brightness 8 more than grey, and in the second picture more red."""
-    coefficients = np.zeros((24, 64, 2), np.int16)
-    coefficients[[0, 1, 2, 3, 6, 7, 8, 9, 12, 13, 14, 15, 18, 19, 20, 21], 0] = 4
-    coefficients[5::6, 0, 1] = 2
-    quant = np.stack([np.full(64, 16), np.full(64, 40)]).astype(np.int16)
-
-    pictures = import_paper("laplacian_smoothing_data").decoded(coefficients, quant)
-
-    assert pictures.shape == (2, 32, 32, 3)
-    assert np.unique(pictures[0]).tolist() == [136]  # 128 + 4 * 16 / 8
-    red, green, blue = (np.unique(pictures[1, :, :, channel]).tolist() for channel in range(3))
-    assert (red, green, blue) == ([150], [129], [136])  # 10 more of the colour
 
 
 @pytest.mark.slow

@@ -86,20 +86,6 @@ def test_a_plan_of_ones_own_is_compared(quick):
     )
 
 
-def test_a_short_time_is_said_to_be_short(quick):
-    found = suggest(22_000, 3.0, records_per_second=400, seconds=60)
-    assert "the time is short" in text(found)
-    assert f"max_epochs={found.best.epochs:.0f}" in text(found)
-
-
-def test_settings_are_arguments_that_exist(quick):
-    plan = plan_training(1000, 1000, epochs=3, target_epsilon=1.0, target_delta=1e-5)
-    assert settings(plan) == "sampling=FullBatch(), max_epochs=3"
-    part = plan_training(1000, 10, steps=7, target_epsilon=1.0, target_delta=1e-5)
-    assert settings(part).endswith("batch_size × accumulate_grad_batches), max_steps=7")
-    assert settings(part, processes=3).startswith("batch_size=4 on each of 3 processes")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -126,33 +112,3 @@ def test_what_cannot_be_used_is_named_by_its_option(arguments, message, capsys):
         main([*SMALL, *arguments])
     assert stopped.value.code == 2
     assert f"error: {message}" in capsys.readouterr().err
-
-
-def test_the_picture_shows_each_batch_size(tmp_path, quick):
-    pytest.importorskip("matplotlib").use("Agg")
-    from lightning_dp.plan.__main__ import plot_suggestions
-
-    found = [suggest(1000, epsilon) for epsilon in (1.0, 3.0)]
-    figure = plot_suggestions(found)
-
-    for panel, each in zip(figure.axes, found, strict=True):
-        solid = {line.get_label(): line for line in panel.lines if line.get_linestyle() == "-"}
-        for row in each.table:
-            name = "all records" if row[0].batch_size == 1000 else f"{row[0].batch_size:,}"
-            expected = [(plan.epochs, plan.excess) for plan in row if plan.steps >= 100]
-            assert list(zip(*solid[name].get_data(), strict=True)) == expected
-    figure.savefig(tmp_path / "plan.svg")
-    with pytest.raises(ValueError, match="found"):
-        plot_suggestions([])
-
-
-def test_whole_numbers_may_be_written_with_an_exponent(capsys):
-    rest = ["--epsilon", "1", "--least-steps", "2"]
-    assert main(["--records", "4e0", *rest]) == main(SMALL) == 0
-    shown = capsys.readouterr().out
-    assert shown[: len(shown) // 2] == shown[len(shown) // 2 :]
-
-
-def test_a_budget_of_no_privacy_to_speak_of_is_planned(capsys):
-    assert main(["--records", "40", "--epsilon", "1e6", "--least-steps", "2"]) == 0
-    assert "* choose: " in capsys.readouterr().out

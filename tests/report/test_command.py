@@ -42,14 +42,6 @@ def test_it_runs_as_a_module_and_loads_nothing_that_trains(saved):
         assert f"lightning_dp.{package}" not in loaded
 
 
-def test_help_names_what_it_takes_and_how_it_ends(command):
-    status, output = command("--help")
-
-    assert status == 0
-    for words in ("checkpoint", "journal", "folder", "--delta", "--json", "exit status"):
-        assert words in output
-
-
 def test_a_folder_is_checked_as_a_whole_and_left_as_it_is(saved, command, tmp_path):
     _, path = saved
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
@@ -401,28 +393,3 @@ def test_a_page_is_written_for_its_reader_alone(saved, command, tmp_path):
     status, output = command(path, "--html", tmp_path / "pages" / "run.html")
     assert status == 2
     assert output.strip().endswith(f"there is no folder {tmp_path / 'pages'}.")
-
-
-def test_the_page_counts_more_steps_of_the_journal_and_names_other_ledgers(
-    fit, saved, command, tmp_path
-):
-    _, path = saved
-    longer, page = fit(path, max_steps=30).privacy, tmp_path / "page.html"
-    fit()
-
-    assert command(path, "--html", page)[0] == 0
-    text = page.read_text("utf-8")
-    assert f"ε = {epsilon_text(longer.epsilon)} (epsilon)" in text
-    assert "The journal holds more training from the same ledger" in text
-    assert "1 other ledger was found next to this one" in text.replace("\n", " ")
-    assert "they promise together ε = " in text
-
-
-def test_a_contradiction_is_the_first_thing_on_the_page(saved, command, tmp_path, edit_json):
-    report, page = saved[0].reports[0], tmp_path / "page.html"
-    edit_json(report, report_field(epsilon=0.5))
-
-    assert command(report, "--html", page)[0] == 1
-    text = page.read_text("utf-8")
-    assert text.index("This does not agree, so do not rely on this page") < text.index("In short")
-    assert "it agrees" not in text

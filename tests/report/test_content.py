@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import lightning as L
@@ -11,33 +10,14 @@ import numpy as np
 import pytest
 
 from lightning_dp import Checks
-from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian, epsilon, epsilon_text
-from lightning_dp.accounting.journal import Charges
+from lightning_dp.accounting import PLDAccountant, PoissonGaussian, epsilon, epsilon_text
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.report import PrivacyReport
 from lightning_dp.report.files import read_report, write_report
 from lightning_dp.schedules import Exponential
 
 matplotlib.use("Agg")
 
 DELTA = 1e-5
-
-
-def test_infinite_epsilon_is_legal_json(fit):
-    privacy = DifferentialPrivacy(
-        noise_multiplier=0.0, target_delta=1e-5, checks=Checks(dry_run=False)
-    )
-    fitted = fit(privacy=privacy)
-
-    (path,) = fitted.reports
-
-    def refuse(name):
-        raise AssertionError(f"{name} is no JSON")
-
-    content = json.loads(path.read_text("utf-8"), parse_constant=refuse)
-    assert content["epsilon"] == "inf" and content["private"] is False
-    assert read_report(path) == privacy.report()
-    assert "NOT PRIVATE (no noise)" in path.with_suffix(".md").read_text("utf-8")
 
 
 @pytest.mark.parametrize(
@@ -151,26 +131,6 @@ def test_a_batch_that_ran_whole_has_epsilon_under_the_tolerance_of_comparisons(
     assert "1.05 C" not in alone.markdown() and "by construction" in alone.isolation
 
 
-def test_steps_that_were_not_compared_are_counted_as_such_with_the_reason(
-    classifier, mlp, loader, make_trainer
-):
-    privacy = fitted(
-        classifier, mlp, loader, make_trainer, checks=Checks(public_state=["teacher.*"])
-    )
-    run = privacy._run
-    looked = run.spot_checks
-    assert privacy.report().spot_checks == f"passed at {looked} of 10 steps"
-
-    run.not_compared = {"it is coarse": 2, "an error": 1}
-
-    report = privacy.report()
-    assert report.spot_checks == (
-        f"passed at {looked - 3} of 10 steps; not compared: an error (1); it is coarse (2)"
-    )
-    assert "public state: teacher.* (declared by the user, not checked)" in str(report)
-    assert PrivacyReport.from_dict(report.to_dict()).public_state == ("teacher.*",)
-
-
 # -- as a picture ------------------------------------------------------------------------------
 
 
@@ -214,31 +174,3 @@ def test_it_shows_epsilon_of_the_charges_in_their_order_against_the_budget(repor
     steps, sigmas = line(ax.figure.axes[-1], r"$\sigma_t$")
     np.testing.assert_array_equal(steps, range(1, 13))
     np.testing.assert_allclose(sigmas, [3.0 * Exponential(0.1)(t) for t in range(12)])
-
-
-def test_metrics_get_a_panel_of_their_own(report):
-    ax = report.plot(metrics={"accuracy": [(6, 0.5), (12, 0.75)]})
-
-    steps, values = line(ax.figure.axes[0], "accuracy")
-    assert (steps.tolist(), values.tolist()) == ([6, 12], [0.5, 0.75])
-    assert len(ax.figure.axes) == 3
-
-
-def test_a_claim_of_the_whole_budget_is_level_from_the_first_step(report):
-    ax = replace(report, claims_budget=True, epsilon=8.0).plot()
-
-    assert [values.tolist() for values in line(ax, r"$\epsilon_t$")] == [[0, 1, 12], [0, 8, 8]]
-
-
-def test_a_run_without_noise_says_so(report):
-    ax = replace(report, private=False, events=Charges({"x": [(Gaussian(0.0), 12)]})).plot()
-
-    assert ax.get_title() == "NOT PRIVATE (no noise)"
-    assert r"$\epsilon = \infty$" in [text.get_text() for text in ax.texts]
-
-
-def test_a_report_without_steps_is_refused():
-    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=DELTA)
-
-    with pytest.raises(ValueError, match="steps=0: nothing was charged"):
-        privacy.report().plot()

@@ -12,11 +12,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_dp import Checks
 from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.accounting import epsilon_text
 from lightning_dp.accounting.journal import read_journal
-from lightning_dp.callbacks import DifferentialPrivacy, PrivacyReportFiles
+from lightning_dp.callbacks import PrivacyReportFiles
 from lightning_dp.report.files import from_checkpoint, read_report
 
 
@@ -147,21 +146,6 @@ def test_a_resumed_run_replaces_its_report_and_another_run_does_not(fit, saved, 
     assert read_report(reports[f"privacy_report-{other.id}.json"]).steps == 12
 
 
-def test_a_file_that_cannot_be_written_is_said_and_training_goes_on(fit, tmp_path, said):
-    privacy = DifferentialPrivacy(
-        noise_multiplier=1.5, target_delta=1e-5, checks=Checks(dry_run=False)
-    )
-    in_the_way = tmp_path / "privacy" / f"privacy_report-{privacy.report().ledger_id}.json"
-    in_the_way.mkdir(parents=True)
-
-    with pytest.warns(PrivacyWarning, match="could not be written into .* Training goes on"):
-        fit(privacy=privacy)
-
-    assert privacy.steps == 12
-    assert "after 12 noised steps; " in said[0]
-    assert "; report: could not be written into" in said[0]
-
-
 def test_a_full_disk_leaves_the_old_report_whole(fit, tmp_path, monkeypatch, said):
     files = PrivacyReportFiles()
     fitted, path = fit(callbacks=(files,)), tmp_path / "saved" / "last.ckpt"
@@ -194,40 +178,3 @@ def test_a_checkpoint_holds_the_report(fit, tmp_path, weights_only):
     assert report.events == fitted.privacy.report().events
     assert (report.ledger_id, report.journal) == (fitted.id, str(fitted.journal))
     assert "events" not in record["report"]  # the ledger has them
-
-
-def test_a_checkpoint_of_a_version_without_reports_resumes(fit, saved, edit_checkpoint):
-    _, path = saved
-    edit_checkpoint(path, lambda record: record.pop("report"))
-
-    assert fit(path, max_steps=20).privacy.steps == 20
-
-
-def test_epsilon_is_computed_once_for_each_step_that_is_saved(fit, saved, monkeypatch):
-    fitted, path = saved
-    asked = []
-    accountant = type(fitted.privacy.config.accountant)
-    compute = accountant.epsilon
-
-    def counting(self, history, *arguments):
-        asked.append(history)
-        return compute(self, history, *arguments)
-
-    monkeypatch.setattr(accountant, "epsilon", counting)
-    fitted.trainer.save_checkpoint(path)
-    fitted.privacy.report()
-
-    assert asked == []
-
-
-def test_a_report_that_says_nothing_new_is_not_written_again(saved):
-    """Page one takes a moment, and checkpoints after a fit hold what its end has written."""
-    fitted, path = saved
-    (report,) = fitted.reports
-    before = report.stat().st_mtime_ns
-    fitted.trainer.save_checkpoint(path)
-    assert report.stat().st_mtime_ns == before
-
-    report.unlink()
-    fitted.trainer.save_checkpoint(path)
-    assert read_report(report).steps == 12

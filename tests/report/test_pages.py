@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import math
 import re
 from html.parser import HTMLParser
@@ -10,7 +9,6 @@ from html.parser import HTMLParser
 import matplotlib
 import pytest
 
-from lightning_dp import About, Checks
 from lightning_dp.accounting import (
     ApproximateDP,
     Gaussian,
@@ -20,7 +18,6 @@ from lightning_dp.accounting import (
 )
 from lightning_dp.accounting.events import Voided
 from lightning_dp.accounting.journal import Charges
-from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report.content import Page, render
 from tests.report.conftest import EVENTS, ID
 
@@ -106,20 +103,6 @@ def test_what_the_journal_holds_besides_counts(report_of):
     assert "The journal holds more training" in found
 
 
-def test_a_person_with_two_records_reads_what_holds(report_of):
-    found = section(report_of(epsilon=1.0), "About which data")
-    delta = epsilon_text((1 + math.e) * DELTA, 3)
-    assert f"with two of them, ε = 2 at δ = {delta}; with more, less again." in found
-
-
-def test_replacing_asks_another_question(report_of):
-    exact = epsilon(EVENTS, DELTA, "replace_one")
-    found = promise(report_of(relation="replace_one", epsilon=exact))
-    assert "or another one in its place" in found
-    right = epsilon_text(50 * (1 + trade_off(EVENTS, DELTA, "replace_one").advantage), 3)
-    assert f"right at most {right} % of the time" in found
-
-
 VOIDED = Charges({"a" * 16: [*EVENTS, (Voided("a.b couples records"), 1)]})
 
 
@@ -163,16 +146,6 @@ def test_what_makes_a_page_worthless_comes_first(reader, report_of):
     assert "so large that next to nothing is promised" in first(epsilon=4e6)
 
 
-def test_what_was_not_stated_is_not_invented(report_of):
-    found = section(report_of(), "About which data")
-    assert found.count("not stated") == 2  # data set, and who is responsible
-    assert "one row: one item of the training data" in found
-    about = {"data_set": "visits", "record": "one visit", "controller": "clinic"}
-    found = section(report_of(about=about), "About which data", about={"data_set": "new"})
-    assert found.count("(stated, not checked)") == 3 and "one row" not in found
-    assert "new (stated, not checked)" in found and "visits" not in found
-
-
 def test_users_words_cannot_be_html(report_of):
     evil = "<script>alert('x')</script><img src=x onerror=y>"
     report = report_of(
@@ -184,12 +157,6 @@ def test_users_words_cannot_be_html(report_of):
     assert outline.all("script") == [] and len(outline.all("img")) == 1
     assert evil in "".join(outline.texts)
     assert "<script" not in report.markdown().replace("`", "")
-
-
-def test_users_words_cannot_be_markdown(report_of):
-    text = report_of(about={"record": "one *row* of `a`, read by __getitem__ [x](y)"}).markdown()
-
-    assert r"one \*row\* of \`a\`, read by \_\_getitem\_\_ \[x](y)" in text
 
 
 def test_the_file_is_whole_and_loads_nothing(report_of):
@@ -207,41 +174,6 @@ def test_the_file_is_whole_and_loads_nothing(report_of):
     assert "http" not in re.sub(r"base64,[^\"]+", "", text)
     assert "prefers-color-scheme: dark" in text and "@media print" in text
     assert report_of().html() == text
-
-
-def test_no_path_of_the_machine_is_on_a_page(report_of):
-    report = report_of()
-    for text in (report.html(), report.markdown(), str(report)):
-        assert f"{ID}.journal" in text
-        assert "alice" not in text and "/private/" not in text
-
-
-def test_without_matplotlib_the_page_says_so(monkeypatch, report_of):
-    real = builtins.__import__
-
-    def without(name, *arguments, **more):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *arguments, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    text = report_of().html()
-
-    assert Outline(text).all("img") == []
-    assert "There is no picture: A picture needs matplotlib" in text
-
-
-def test_a_draft_has_the_facts_alone(report_of):
-    text = render([Page(report_of(), is_over=False)], "md")
-
-    assert "The training was not over" in text and "What is promised" not in text
-    assert "129 × PoissonGaussian" in text
-
-
-def test_several_pages_in_one_file(report_of):
-    outline = Outline(render([Page(report_of()), Page(report_of(ledger_id="f" * 16))], "html"))
-
-    assert len(outline.all("article")) == len(outline.all("h1")) == 2
 
 
 def test_each_reader_has_a_page_by_itself(report_of):
@@ -307,21 +239,6 @@ def test_checks_are_named_in_plain_words_and_none_that_was_not_made(
         assert f"- Checked {when} the training: {begin}" in found
 
 
-def test_about_and_times_are_in_the_report_of_a_fit(fit):
-    privacy = DifferentialPrivacy(
-        noise_multiplier=1.5,
-        target_delta=DELTA,
-        checks=Checks(dry_run=False, comparisons=False),
-        about=About(data_set=" noise ", record="one row"),
-    )
-    report = fit(privacy=privacy).privacy.report()
-
-    assert report.about == {"data_set": "noise", "record": "one row"}
-    for moment in (report.started, report.ended):
-        assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", moment)
-    assert report.started <= report.ended
-
-
 def test_a_resumed_run_began_when_the_first_one_did(saved, fit, edit_checkpoint):
     _, path = saved
     edit_checkpoint(path, lambda record: record["report"].update(started="2020-02-03 04:05 UTC"))
@@ -329,12 +246,3 @@ def test_a_resumed_run_began_when_the_first_one_did(saved, fit, edit_checkpoint)
     report = fit(path, max_steps=14).privacy.report()
 
     assert report.started == "2020-02-03 04:05 UTC" < report.ended
-
-
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [("", ValueError), ("a\nb", ValueError), ("a\x1bb", ValueError), (3, TypeError)],
-)
-def test_words_that_are_no_line_are_refused(words, error):
-    with pytest.raises(error, match=r"About\(data_set="):
-        About(data_set=words)

@@ -19,7 +19,7 @@ from lightning_dp import About, Checks
 from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.plan.advice import before
-from lightning_dp.strategies import earlier_training
+from lightning_dp.report import run_report
 
 
 @dataclass
@@ -65,7 +65,7 @@ def train(
         max_epochs: int = 2,
         **options: Any,
     ) -> Fit:
-        monkeypatch.setattr(earlier_training, "_process", earlier_training._Process())
+        monkeypatch.setattr(run_report, "_process", run_report._Process())
         arguments = {"target_delta": 1e-5, "checks": Checks(dry_run=False), **options}
         privacy = privacy or DifferentialPrivacy(**arguments)
         fit = Fit(privacy, make_trainer(max_epochs=max_epochs, callbacks=[privacy, *callbacks]))

@@ -108,13 +108,6 @@ def test_one_part_is_poisson_sampling_to_the_record():
     assert chunks(CyclicPoisson(1), draw, 40) == chunks(Poisson(), lambda *_: None, 40)
 
 
-def test_too_many_parts_for_the_batch_are_refused():
-    with pytest.raises(ValueError, match=r"CyclicPoisson\(bands=8\).*Use at most 5 bands"):
-        CyclicPoisson(8).plan(
-            num_records=100, batch_size=20, accumulate=1, world_size=1, loader_length=5
-        )
-
-
 # -- a fixed order -----------------------------------------------------------------------------------
 
 

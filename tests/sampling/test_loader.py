@@ -15,9 +15,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from lightning_dp.sampling import BatchPlan, FullBatch, Poisson
-from lightning_dp.sampling.at_once import TensorsAtOnce, read_at_once
+from lightning_dp.sampling.at_once import read_at_once
 from lightning_dp.sampling.loader import Chunk, ChunkSampler, PrivateDataLoader
-from lightning_dp.sampling.repeats import find_repeat
 
 
 class Positions(Dataset[int]):
@@ -102,13 +101,6 @@ def test_a_collate_function_that_returns_none_is_refused(private_loader):
     loader = private_loader(PLAN, collate_fn=lambda records: None)
     with pytest.raises(TypeError, match="collate_fn of the training loader returned None"):
         next(iter(loader))
-
-
-def test_the_users_loader_is_left_untouched(chunk_sampler):
-    user: DataLoader[Any] = DataLoader(Positions(), batch_size=10)
-    before = dict(vars(user))
-    list(PrivateDataLoader(user, chunk_sampler(PLAN), lambda: 0))
-    assert vars(user) == before
 
 
 @pytest.mark.parametrize("position", [0, 1, 2, 7, 29])
@@ -270,38 +262,10 @@ def test_every_pass_draws_afresh(seed, chunk_sampler, one_pass):
     assert passes[0][0] != passes[0][1]
 
 
-def test_a_seed_makes_batches_repeatable_and_without_it_they_are_not(chunk_sampler, one_pass):
-    plan = BatchPlan(1000, 0.1, chunks_per_step=2, steps_per_epoch=3)
-
-    def draw(seed: int | None) -> list[tuple[Chunk, list[int]]]:
-        torch.manual_seed(0)
-        np.random.seed(0)
-        return one_pass(chunk_sampler(plan, seed=seed))
-
-    assert draw(3) == draw(3)
-    assert draw(3) != draw(4)
-    assert draw(None) != draw(None)
-
-
-def test_the_length_of_the_sampler_is_the_number_of_chunks(chunk_sampler, one_pass):
-    plan = BatchPlan(100, 0.1, chunks_per_step=2, steps_per_epoch=5)
-    assert len(chunk_sampler(plan)) == len(one_pass(chunk_sampler(plan))) == 10
-
-
 # -- batches of very large data sets take the memory of a batch, not of the data set -------------
 
 
 RECORDS = 10**8
-
-
-class Large(Dataset[int]):
-    """So many records that a number for each would take 800 MB."""
-
-    def __len__(self) -> int:
-        return RECORDS
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 def peak_of(work: Callable[[], object]) -> int:
@@ -321,10 +285,6 @@ def test_a_batch_of_many_records_takes_memory_for_the_batch():
     assert 150 < len(batches[0]) < 400
     assert len(np.unique(batches[0])) == len(batches[0])
     assert peak < 64 * 1024
-
-
-def test_looking_for_repeated_records_takes_none():
-    assert peak_of(lambda: find_repeat(Large())) < 64 * 1024
 
 
 # -- tensor data sets are read batch by batch, and give the batches that torch's loader gives ----
@@ -365,14 +325,6 @@ def test_batches_are_those_of_torchs_loader(name, chosen):
             assert one.dtype == other.dtype and one.is_contiguous() and other.is_contiguous()
             assert torch.equal(one, other)
             assert not one.numel() or one.data_ptr() != other.data_ptr()
-
-
-def test_tensors_are_looked_up_in_each_batch():
-    data = TensorDataset(torch.zeros(3))
-    records = TensorsAtOnce(data)
-    data.tensors = (torch.ones(3),)
-    assert records.__getitems__([1])[0].tolist() == [1.0]
-    assert len(records) == 3
 
 
 class Own(TensorDataset):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 from typing import Any
 
@@ -176,13 +175,3 @@ def test_it_agrees_with_walking_through_random_nestings():
         else:
             assert repeat.count in {counts[100 * k + repeat.index] for k in range(6)} - {1}
     assert min(found.values()) > 50
-
-
-def test_it_takes_a_fraction_of_a_second_for_many_rows():
-    order = torch.randperm(300_000).tolist()
-    folds = [Subset(Numbers(300_000), order)]
-    dataset = ConcatDataset([Subset(folds[0], range(i, 300_000, 5)) for i in range(5)])
-
-    start = time.process_time()
-    assert find_repeat(dataset) is None
-    assert time.process_time() - start < 2

@@ -92,18 +92,6 @@ def test_ids_that_name_no_users_are_refused(ids, text):
     assert refusal.value.topic == "user-level"
 
 
-@pytest.mark.parametrize("k", [0, 1.5, True, None])
-def test_a_cap_that_is_none_is_refused(k):
-    with pytest.raises((ValueError, TypeError), match="most_rows"):
-        UserLevel(ids=[1], most_rows=k)
-    with pytest.raises(TypeError, match="ids"):
-        UserLevel(ids=5, most_rows=1)
-
-
-def test_ids_are_not_shown():
-    assert "ann" not in repr(UserLevel(ids=["ann"], most_rows=1))
-
-
 USERS = [0] * 5 + [1] + [2] * 3 + [3] * 30 + [4] * 2 + [5] * 4
 DATA = Visits(USERS)
 

@@ -22,7 +22,6 @@ from lightning_dp.accounting import ApproximateDP, Gaussian, PoissonGaussian, ep
 from lightning_dp.accounting.pld import EnvelopeAccountant
 from lightning_dp.accounting.rdp import OneOrderAccountant
 from lightning_dp.report.__main__ import main
-from lightning_dp.schedules import AbstractAdaptiveSchedule
 from lightning_dp.search import Search
 
 BUDGET = {"target_epsilon": 3.0, "target_delta": 1e-5}
@@ -104,26 +103,6 @@ def test_a_share_is_taken_once_and_a_trial_gets_no_second_one(tmp_path):
     assert privacy.steps == spent
 
 
-class AtRunTime(AbstractAdaptiveSchedule):
-    def __call__(self, step):
-        return 1.0
-
-    def init(self):
-        return {}
-
-    def now(self, state, step):
-        return 1.0
-
-    def observe(self, state, released):
-        return state
-
-
-def test_noise_chosen_at_run_time_is_refused(tmp_path):
-    share = Search(trials=2, **BUDGET, folder=tmp_path).trial().share()
-    with pytest.raises(ValueError, match="a trial of a search declares it in advance"):
-        DifferentialPrivacy(**share, noise_schedule=AtRunTime())
-
-
 @pytest.mark.parametrize("plan", [{}, {"steps": 5, "sample_rate": 0.25}], ids=["any", "alike"])
 def test_what_was_spent_before_leaves_less(tmp_path, plan):
     spent = [(ApproximateDP(0.5, 1e-6, relation="add_remove", what="a table"), 1)]
@@ -148,26 +127,6 @@ def test_an_envelope_holds_what_costs_less_and_nothing_else():
 
 
 # -- crashes and restarts ----------------------------------------------------------------------
-
-
-def test_a_search_goes_on_with_what_is_left(tmp_path):
-    first = Search(trials=3, **BUDGET, folder=tmp_path)
-    first.trial()
-    again = Search(trials=3, **BUDGET, folder=tmp_path)
-    assert again.left == 2 and again.epsilon == 3.0
-    assert [trial.number for trial in again] == [1, 2]
-    assert first.left == 0
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [{"trials": 4}, {"target_epsilon": 3.5}, {"target_delta": 1e-4}, {"relation": "replace_one"}],
-    ids=str,
-)
-def test_other_settings_in_the_same_folder_are_refused(tmp_path, changed):
-    Search(trials=3, **BUDGET, folder=tmp_path).trial()
-    with pytest.raises(Refusal, match=f"{next(iter(changed))}=.*was begun with"):
-        Search(**{"trials": 3, **BUDGET, "folder": tmp_path, **changed})
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"format": "x", "begun": 0}', "[1]"])

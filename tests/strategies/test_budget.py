@@ -96,9 +96,7 @@ def test_a_noise_schedule_is_what_was_charged_and_meets_the_target(rate, model, 
     ("limits", "planned"),
     [
         ({"max_epochs": 2}, 20),
-        ({"max_epochs": 3, "limit_train_batches": 0.5}, 15),
         ({"max_epochs": 3, "limit_train_batches": 7, "accumulate_grad_batches": 2}, 12),
-        ({"max_steps": 13, "max_epochs": 2}, 13),
         ({"max_steps": 13, "max_epochs": -1}, 13),
     ],
 )
@@ -124,7 +122,6 @@ def test_calibration_without_a_last_step_is_refused(model, fit):
     ("limits", "schedule"),
     [
         ({"max_epochs": 100, "min_epochs": 50, "accumulate_grad_batches": 4}, None),
-        ({"max_epochs": 100, "min_steps": 500}, None),
         ({"max_epochs": -1}, None),
         ({"max_epochs": 20}, Exponential(rate=0.2)),
     ],
@@ -187,18 +184,6 @@ def test_a_budget_too_small_for_one_step_trains_nothing_and_says_why(
 
 
 # -- another fit, also after an exception, goes on spending the same ledger -------------------------
-
-
-def test_a_second_fit_goes_on_spending_the_same_ledger(model, loader, fit, charges):
-    privacy = private()
-    trainer = fit(model, privacy, max_epochs=1)
-    first = privacy.epsilon
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(model, loader)
-
-    assert trainer.global_step == privacy.steps == len(charges()) == 20
-    assert privacy.epsilon > first
-    assert privacy.epsilon == epsilon(charges())
 
 
 def test_a_second_fit_of_another_trainer_cannot_exceed_the_budget(model, fit, charges, weights):
@@ -265,29 +250,3 @@ def test_a_delta_that_may_publish_a_record_warns_once(said, delta, warned):
     for message in messages:
         assert f"target_delta={delta:g} is not below 1/N = 0.00417 for the N = 240" in message
         assert "publishes a record" in message and "Choose δ well below 1/N, 0.0001 say" in message
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "accumulate", "warned"),
-    [(240, 1, True), (1000, 1, True), (24, 10, True), (24, 9, False), (239, 1, False)],
-)
-def test_a_batch_of_all_records_warns_once(said, batch_size, accumulate, warned):
-    messages = said(batch_size, accumulate)
-
-    assert len(messages) == warned
-    for message in messages:
-        assert "reaches the 240 records" in message and "each step uses all of them" in message
-        assert "FullBatch()" in message and "smaller batch_size" in message
-
-
-def test_full_batches_that_were_asked_for_do_not_warn(said):
-    assert said(240, sampling=FullBatch()) == said(100, sampling=FullBatch()) == []
-
-
-def test_both_come_before_anything_is_charged(model, fit, tmp_path):
-    privacy = private(target_delta=0.1)
-    with warnings.catch_warnings(), pytest.raises(PrivacyWarning, match="not below 1/N"):
-        warnings.simplefilter("error", PrivacyWarning)
-        fit(model, privacy, max_epochs=1)
-
-    assert privacy.steps == 0 and list(tmp_path.iterdir()) == []

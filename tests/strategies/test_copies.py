@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
 import pickle
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +17,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import Checks, Diff2, FullBatch, Momentum, PrivacyConfig
-from lightning_dp.callbacks import DifferentialPrivacy, PrivateSingleDeviceStrategy
-from lightning_dp.gradients import UnsupportedModelError
-from lightning_dp.schedules import Exponential
+from lightning_dp.callbacks import DifferentialPrivacy
 from tests.zoo import flat, private
 
 # -- copies of a model, made at any moment of a fit ----------------------------------------------
@@ -42,12 +37,9 @@ def saved_and_loaded(module: nn.Module) -> nn.Module:
 WAYS: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
     "copy": copy.copy,
-    "deepcopy twice": lambda module: copy.deepcopy(copy.deepcopy(module)),
     "pickle": lambda module: pickle.loads(pickle.dumps(module)),
     "torch.save": saved_and_loaded,
     "average": lambda module: AveragedModel(module).module,
-    "deepcopy of a partial": lambda module: copy.deepcopy(functools.partial(module)).func,
-    "clones": lambda module: nn.ModuleList([copy.deepcopy(module) for _ in range(2)])[1],
     "parameters": lambda module: nn.ParameterList(copy.deepcopy(list(module.parameters()))),
 }
 PLACES = (
@@ -161,66 +153,6 @@ def trained(fit: Any, kind: type[Any], engine: str, steps: int = 2) -> Any:
     return flat(model.net)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("in_the_loss", [False, True])
-def test_a_shallow_copy_of_a_layer_is_not_taken_for_the_layer(in_the_loss, engine, classifier, fit):
-    """It has the parameters of the layer, and shares the dictionary that hooks are in."""
-
-    class Shallow(classifier):  # type: ignore[misc]
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            twin = copy.copy(self.net[0])
-            with torch.set_grad_enabled(in_the_loss):
-                extra = twin(batch[0]).mean()
-            return loss + extra
-
-    if in_the_loss and engine == "hooks":  # which see no use that is not a layer's
-        with pytest.raises(UnsupportedModelError, match=r"net\.0\.weight"):
-            trained(fit, Shallow, engine)
-    else:  # functions are followed: the use is seen
-        trained(fit, Shallow, engine)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_copy_behind_a_trained_layer_passes_its_gradients_on(engine, classifier, fit):
-    """As a module that is not in the model and has no trained parameters."""
-
-    class Behind(classifier):  # type: ignore[misc]
-        makes: Callable[[nn.Module], nn.Module]
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            twin = type(self).makes(self.net[3])
-            hidden = self.net[2](self.net[1](self.net[0](batch[0])))
-            return nn.functional.cross_entropy(self.net[3](hidden) + twin(hidden), batch[1])
-
-    def detached(layer: nn.Linear) -> nn.Module:
-        weight, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
-        return lambda x: nn.functional.linear(x, weight, bias)  # type: ignore[return-value]
-
-    found = []
-    for makes in (copy.deepcopy, detached):
-        Behind.makes = staticmethod(makes)
-        found.append(trained(fit, Behind, engine))
-    torch.testing.assert_close(*found)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_copies_that_take_part_in_the_loss_do_not_disturb_the_step(engine, classifier, fit):
-    class Using(classifier):  # type: ignore[misc]
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            for name, way in WAYS.items():
-                if name not in ("parameters", "copy"):  # a shallow copy has the layers themselves
-                    twin = way(self.net)
-                    loss = loss + 0.1 * nn.functional.cross_entropy(twin(batch[0]), batch[1])
-                    with torch.no_grad():
-                        twin(batch[0])
-            return loss
-
-    kinds = (classifier, Using)
-    torch.testing.assert_close(*(trained(fit, kind, engine) for kind in kinds))
-
-
 # -- after a fit its parts can be pickled and copied ---------------------------------------------
 
 
@@ -230,33 +162,6 @@ TWO_WAYS: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda each: pickle.loads(pickle.dumps(each)),
     "deepcopy": copy.deepcopy,
 }
-PARTS: dict[str, Callable[[L.Trainer], Any]] = {
-    "strategy": lambda trainer: trainer.strategy,
-    "callbacks": lambda trainer: trainer.callbacks,
-    "progress bar": lambda trainer: trainer.progress_bar_callback,
-    "loops": lambda trainer: trainer.fit_loop,
-    "loader": lambda trainer: trainer.train_dataloader,
-    "model": lambda trainer: trainer.model,
-    "trainer": lambda trainer: trainer,
-}
-RUNS: dict[str, dict[str, Any]] = {
-    "constant": {"noise_multiplier": 1.0},
-    "calibrated": {"target_epsilon": 3.0, "noise_schedule": Exponential(0.1)},
-    "stateful": {
-        "target_epsilon": 3.0,
-        "sampling": FullBatch(),
-        "estimator": Diff2(restart_every=2, max_grad_norm=1.0, diff_norm=1.0),
-        "postprocessing": [Momentum(0.5)],
-    },
-}
-
-
-class Wide(BoringModel):
-    """With so many parameters that a thread draws the noise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Sequential(nn.Linear(32, 1200), nn.Linear(1200, 2))  # type: ignore[assignment]
 
 
 def records(rows: list[Any]) -> torch.Tensor:
@@ -280,26 +185,6 @@ def fitted(make_trainer: Any) -> Callable[..., L.Trainer]:
         return trainer
 
     return fit
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_all_parts_of_a_fit_can_be_copied(run, fitted):
-    privacy = private(**RUNS[run])
-    trainer = fitted(privacy)
-    for way in TWO_WAYS.values():
-        for part in PARTS.values():
-            way(part(trainer))
-        twin = way(privacy)
-        assert (twin.epsilon, twin.steps) == (privacy.epsilon, privacy.steps)
-        assert str(twin.report()) == str(privacy.report())
-
-
-def test_parts_of_a_private_strategy_of_its_own_class_can_be_pickled(fitted):
-    config = PrivacyConfig(noise_multiplier=1.0, target_delta=1e-5, checks=Checks(dry_run=False))
-    trainer = fitted(None, strategy=PrivateSingleDeviceStrategy("cpu", privacy=config))
-    twin = pickle.loads(pickle.dumps(trainer))
-    assert type(twin.strategy) is PrivateSingleDeviceStrategy
-    assert twin.strategy.private_run.steps == 4
 
 
 @pytest.mark.parametrize("way", TWO_WAYS)
@@ -361,17 +246,6 @@ def test_copies_made_in_mid_step_hold_nothing_that_is_not_noised(make_trainer):
             run.ledger.charge(next(iter(run.ledger.runs.values()))[0][0])
 
 
-def test_no_thread_is_left_after_a_fit(make_trainer):
-    before = threading.active_count()
-    privacy = private()
-    make_trainer(max_steps=3, limit_val_batches=0, callbacks=[privacy]).fit(Wide())
-    assert privacy.steps == 3
-    for thread in threading.enumerate():
-        if thread.name.startswith("noise"):
-            thread.join(timeout=5)
-    assert threading.active_count() == before
-
-
 def test_copies_of_a_noise_source_draw_other_noise():
     from lightning_dp._noise import NoiseSource
 
@@ -381,18 +255,3 @@ def test_copies_of_a_noise_source_draw_other_noise():
     for each, vector in zip(sources, drawn, strict=True):
         each.add_normal(vector, 1.0)
     assert not drawn[0].equal(drawn[1]) and not drawn[0].equal(drawn[2])
-
-
-def test_another_module_is_fitted_plainly_by_a_fresh_trainer_after_it(fitted, make_trainer):
-    """Hooks, grad mode, global state of torch: a plain fit is what it was."""
-    weights = []
-    for is_after in (False, True):
-        if is_after:
-            fitted(private(engine="hooks"))
-        torch.manual_seed(0)
-        model, data = BoringModel(), torch.randn(40, 32)
-        trainer = make_trainer(max_epochs=1, limit_val_batches=1)
-        trainer.fit(model, DataLoader(TensorDataset(data), 4, collate_fn=records))
-        pickle.dumps(trainer)
-        weights.append(nn.utils.parameters_to_vector(model.parameters()))
-    torch.testing.assert_close(*weights, rtol=0, atol=0)

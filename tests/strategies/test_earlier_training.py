@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,9 @@ from torch import nn
 from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian
 from lightning_dp.accounting.base import epsilon_text
-from lightning_dp.accounting.journal import Charges, Journal, read_written
+from lightning_dp.accounting.journal import Charges, read_written
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.report import totals
-from lightning_dp.schedules import Exponential
-from lightning_dp.strategies import earlier_training
+from lightning_dp.report import run_report
 from tests.zoo import private
 
 DELTA, RATE = 1e-5, 24 / 240
@@ -57,7 +53,7 @@ def fit(loader, make_trainer, make):
 @pytest.fixture
 def another_process(monkeypatch) -> Callable[[], None]:
     """Forgets what this process knows; the journals are what is left."""
-    return lambda: monkeypatch.setattr(earlier_training, "_process", earlier_training._Process())
+    return lambda: monkeypatch.setattr(run_report, "_process", run_report._Process())
 
 
 def warned(call: Callable[[], Any]) -> float:
@@ -172,98 +168,12 @@ def test_models_that_nobody_trained_are_nobodys(classifier, mlp, fit, another_pr
     fit(plain)
 
 
-def test_zeros_and_ones_are_nobodys_weights(classifier, fit, another_process):
-    class Frozen(nn.Sequential):
-        pass
-
-    def net() -> nn.Module:
-        return Frozen(nn.Linear(6, 3), nn.LayerNorm(3))
-
-    fit(classifier(net()))
-    another_process()
-    fit(classifier(net()))
-
-
-def test_it_is_said_once_for_each_two_ledgers(classifier, mlp, fit, make):
-    model, second = classifier(mlp()), make()
-    fit(model)
-    warned(lambda: fit(model, second))
-    fit(model, second)
-
-
 # -- the folder ----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def lines(caplog, monkeypatch) -> Callable[[], list[str]]:
-    """The lines about other journals at the starts of fits, since the last call."""
-    caplog.set_level(logging.INFO)
-    # Whichever copy of Lightning was imported last speaks; other libraries may have turned it off.
-    for name in ("lightning.pytorch", "pytorch_lightning"):
-        for each in (name, f"{name}.utilities.rank_zero"):
-            caplog.set_level(logging.INFO, logger=each)
-            monkeypatch.setattr(logging.getLogger(each), "propagate", True)
-            monkeypatch.setattr(logging.getLogger(each), "disabled", False)
-
-    def said() -> list[str]:
-        messages = [each.getMessage() for each in caplog.records]
-        caplog.clear()
-        found = [each for each in messages if "other journal" in each]
-        return [each for each in found if not each.startswith("privacy: with ")]  # at an end
-
-    return said
-
-
-@pytest.mark.slow  # what others did to the loggers of the process decides
-def test_other_journals_in_the_folder_are_said_at_the_start_with_the_sum(
-    classifier, mlp, fit, make, lines, tmp_path
-):
-    fit(classifier(mlp()))
-    assert lines() == []
-    privacy = make()
-    trainer = fit(classifier(mlp()), privacy)
-    (line,) = lines()
-    assert "another journal in" in line and str(tmp_path / "privacy") in line
-    said = re.search(r"whole plan of this run that is ε = ([\d.]+) at δ = 1e-05", line)
-    assert said and float(said[1]) == pytest.approx(epsilon(10), rel=1e-3)
-
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    fit(classifier(mlp()), make(), ckpt_path=tmp_path / "a.ckpt", max_steps=7)
-    fit(classifier(mlp()), privacy)
-    assert lines() == []
-
-
 def test_a_plan_without_an_end_says_what_was_spent(make):
-    said = totals.with_whole_plan(Charges({"a": [(PoissonGaussian(1.5, RATE), 5)]}), make()._run)
+    said = run_report.with_whole_plan(
+        Charges({"a": [(PoissonGaussian(1.5, RATE), 5)]}), make()._run
+    )
     spent = f"That spent ε = {epsilon_text(epsilon(5))} at δ = 1e-05 (add_remove) already"
     assert said == f"{spent}, to which this run adds."
-
-
-@pytest.mark.slow  # what others did to the loggers of the process decides
-def test_damaged_and_long_journals_are_named_and_cost_little(
-    classifier, mlp, fit, lines, tmp_path, monkeypatch
-):
-    folder = tmp_path / "privacy"
-    for number in range(60):
-        journal = Journal(folder / f"{number:016x}.journal", f"{number:016x}")
-        journal.append(f"{number:016x}", 0, PoissonGaussian(20.0 + number / 7, 0.01))
-        journal.close()
-    (folder / "damaged.journal").write_bytes(b"nothing")
-    monkeypatch.setattr("lightning_dp.accounting.ledger._READ", 4_000)
-    start = time.process_time()
-    fit(classifier(mlp()))
-    assert time.process_time() - start < 2  # with the fit
-    (line,) = lines()
-    assert "61 other journals" in line and "Damaged: damaged.journal" in line
-    assert re.search(
-        r"\d+ of them are too long to be added up now; python -m lightning_dp.report", line
-    )
-
-
-def test_a_long_schedule_is_added_up_from_above(classifier, mlp, fit, make):
-    privacy = make(noise_schedule=Exponential(0.0005), noise_multiplier=8.0)
-    fit(classifier(mlp()), privacy, max_steps=3)
-    spent = [(PoissonGaussian(1.5 + i * 1e-4, RATE), 1) for i in range(300)]
-    exact = PLDAccountant().epsilon([*spent, *privacy._run.ledger.history()], DELTA)
-    bound = privacy._run.epsilon_beside(spent)
-    assert exact <= bound <= 1.03 * exact

@@ -11,8 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_dp import Checks, Diff2, FullBatch
 from lightning_dp._refusals import PrivacyWarning
@@ -104,18 +103,6 @@ def test_a_chunk_without_an_answer_is_never_released(
     assert privacy.epsilon == math.inf
 
 
-def test_one_chunk_of_several_is_enough(skipping, mlp, fit, weights):
-    model, privacy = skipping(mlp()), private()
-    model.at = 1
-    before = weights(model)
-
-    with pytest.raises(VoidedRunError, match=CURE):
-        fit(model, privacy, max_epochs=1, accumulate_grad_batches=5)
-
-    assert torch.equal(weights(model), before)
-    assert privacy.steps == 1
-
-
 @pytest.mark.parametrize(("at", "steps"), [(3, True), (3, False), (9, False)])
 def test_manual_optimization_without_a_backward_pass(at, steps, skipping_by_hand, mlp, fit):
     """Also where the optimizer does not step: that it did not would tell of the records."""
@@ -126,17 +113,6 @@ def test_manual_optimization_without_a_backward_pass(at, steps, skipping_by_hand
         fit(model, privacy, max_epochs=1)
 
     assert privacy.epsilon == math.inf
-
-
-@pytest.mark.parametrize("engine", ["layers", "hooks"])
-def test_a_backward_override_is_not_asked(engine, classifier, mlp, fit):
-    class Deaf(classifier):
-        def backward(self, loss, *args, **kwargs):
-            pass
-
-    privacy = private(engine=engine)  # the engine goes back by itself
-    fit(Deaf(mlp()), privacy, max_steps=3)
-    assert privacy.steps == 3
 
 
 def test_a_step_before_the_last_chunk(classifier, mlp, fit):
@@ -399,56 +375,3 @@ def test_a_record_that_is_named_twice_during_fit_voids_the_run(fit, tmp_path, af
     subset = Subset(TensorDataset(X, Y), range(40))
     with pytest.raises(VoidedRunError, match=r"changed during fit\. Index 0 of .* 2 times"):
         fit_records(fit, Resamples(subset, after), dataset=subset, ledger_dir=str(tmp_path))
-
-
-# -- data sets ------------------------------------------------------------------------------
-
-
-class Rows(Dataset):
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, i):
-        return X[i], Y[i]
-
-
-class MixesInACall(Rows):
-    def __getitems__(self, indices):
-        rows = X[indices]
-        return list(zip(rows - rows.mean(0), Y[indices], strict=True))
-
-
-def test_without_spot_checks_it_is_not_watched(fit):
-    assert math.isfinite(
-        fit_records(fit, dataset=MixesInACall(), checks=Checks(comparisons=False)).epsilon
-    )
-
-
-class Sequences(Dataset):
-    def __len__(self):
-        return 60
-
-    def __getitem__(self, i):
-        return torch.full((2 + i % 3, 3), 0.1 * i), i % 2
-
-
-def padded(samples):
-    x = pad_sequence([x for x, _ in samples], batch_first=True)
-    lengths = torch.tensor([len(x) for x, _ in samples])
-    return x, lengths, torch.tensor([y for _, y in samples])
-
-
-class Mean(Model):
-    """Counts the padding, so the longest record moves the gradients of all others."""
-
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self.layer(batch[0].mean(1)), batch[2])
-
-
-def test_records_that_run_alone_are_padded_by_no_other(fit):
-    settings = {"dataset": Sequences(), "collate": padded, "engine": "one_by_one"}
-    assert "padded" not in fit_records(fit, Mean(), **settings).report().isolation
-
-
-def test_nothing_is_said_of_padding_where_there_is_none(fit):
-    assert "padded" not in fit_records(fit).report().isolation

@@ -407,12 +407,6 @@ def test_clip_gradients_clips_the_private_gradient_in_manual_optimization(algori
     assert torch.equal(clipped, run(trainer=clip))
 
 
-def test_clip_gradients_with_constants_of_the_module_passes(run):
-    own = run(in_clipping, clips_as_documented)
-
-    assert torch.equal(own, run(trainer={"gradient_clip_val": 1e-3}))
-
-
 def clips_at_the_loss(model: Any) -> None:
     model.clip_gradients(model.trainer.optimizers[0], 1e-3 * float(model.loss), "norm")
 
@@ -431,21 +425,6 @@ def test_a_clipping_that_the_module_leaves_out_all_along_passes(run, plain):
     clip = {"gradient_clip_val": 1e-3, "max_steps": 1}
 
     assert torch.equal(run(in_clipping, lambda model: None, trainer=clip), plain)
-
-
-def test_a_plugin_keeps_its_class_name_and_its_attributes(run, make_trainer):
-    seen = []
-
-    def look(model: Any) -> None:
-        plugin = model.trainer.precision_plugin
-        plugin.marked = True
-        seen.append(type(plugin).__qualname__)
-
-    run(in_the_module, look, trainer={"max_steps": 1})
-
-    assert seen == ["Precision"]
-    assert run.trainer.precision_plugin.marked
-    assert type(run.trainer.precision_plugin) is Precision
 
 
 def test_a_declared_edit_is_printed_by_the_report(run):

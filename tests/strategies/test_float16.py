@@ -42,7 +42,7 @@ def net(seed=0):
 def gradients(model, engine, batch, *, dtype=torch.float16, size=None, divisor=1.0):
     """Norms of the records, and the clipped sum."""
     x, y = batch
-    weight = torch.where(x[:, 0] > 50, 1e5, 1.0)  # the loss of a record out of range
+    weight = torch.where(x[:, 0] > 50, 1e3, 1.0)  # the loss of a record out of range
 
     def loss(batch):
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
@@ -94,13 +94,13 @@ def test_small_gradients_are_no_zeros(engine):
 @pytest.mark.parametrize("engine", ENGINES[:3])
 def test_a_record_that_overflows_contributes_zero_and_moves_nobody(engine):
     x, y = records(30)
-    x[7, 0] = 100.0  # its loss is multiplied
+    x[6, 0] = 100.0  # its loss is multiplied
 
     norms, total = gradients(net(), engine, (x, y))
-    rest = torch.arange(30) != 7
+    rest = torch.arange(30) != 6
     others, expected = gradients(net(), engine, (x[rest], y[rest]))
 
-    assert not norms[7].isfinite() and others.isfinite().all()
+    assert not norms[6].isfinite() and others.isfinite().all()
     torch.testing.assert_close(norms[rest], others, rtol=2e-3, atol=1e-6)
     torch.testing.assert_close(total, expected, rtol=5e-3, atol=1e-4)
 

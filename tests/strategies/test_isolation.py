@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import random
 
 import lightning as L
@@ -181,30 +180,6 @@ def test_cubic_newton_is_compared(fit):
 # -- words and counts ------------------------------------------------------------------------------
 
 
-class MixingLayer(nn.Module):
-    def forward(self, x):
-        return x - x.mean(0)
-
-
-def test_the_first_layer_that_mixes_is_named(fit):
-    model = Base()
-    model.net = nn.Sequential(nn.Linear(WIDTH, 4), MixingLayer(), nn.Linear(4, CLASSES))
-    with pytest.raises(VoidedRunError, match=r"Base: .*the outputs of net\.1 \(MixingLayer\)"):
-        fit(model)
-
-
-def test_made_up_samples_are_refused_before_a_charge(fit):
-    with pytest.raises(MisconfigurationException, match=r"Centred couples the records of a batch"):
-        fit(Centred(), privacy={"checks": Checks(loss_graph=False)})
-
-
-def test_without_comparisons_it_trains(fit):
-    run = fit(
-        Centred(), privacy={"checks": Checks(dry_run=False, loss_graph=False, comparisons=False)}
-    )
-    assert (run.steps, run.spot_checks, run.isolation) == (3, 0, "opted out")
-
-
 class DrawsByRecord(Base):
     """Draw as many random numbers as the records say."""
 
@@ -348,21 +323,6 @@ def test_weights_that_a_callback_writes_are_never_cleared(fit, tmp_path, engine)
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
-class LooseClamp(Base):
-    """A box in which all weights are writes to them, and changes none."""
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        with torch.no_grad():
-            for param in self.parameters():
-                param.clamp_(-100, 100)
-
-
-def test_writes_that_change_nothing_are_cleared(fit, tmp_path):
-    save = L.pytorch.callbacks.ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1)
-    fit(LooseClamp(), 4, callbacks=[save], enable_checkpointing=True)
-    assert len(list(tmp_path.rglob("*.ckpt"))) == 4
-
-
 class MeanOfTheBatch(Base):
     """A transfer hook leaves what all records share; functions drop."""
 
@@ -501,17 +461,6 @@ def test_a_comparison_leaves_no_trace(fit, engine):
     assert looks in (3, 4)  # one step in sixty is due besides
     assert none == 0
     assert seen == plain
-
-
-def test_nothing_is_printed_twice(fit, capsys):
-    class Talks(Base):
-        def loss(self, x, y):
-            print("a step of mine")
-            logging.getLogger("mine").debug("a step of mine")
-            return super().loss(x, y)
-
-    fit(Talks())
-    assert capsys.readouterr().out.count("a step of mine") == 3
 
 
 def test_released_gradients_stay_where_they_are(fit):

@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from opacus.layers import DPLSTM, DPMultiheadAttention
+from opacus.layers import DPLSTM
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import Checks, Diff2, FullBatch, fix, rows_of_records
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.gradients import UnsupportedModelError
 from tests.zoo import private
 
 # -- activation checkpoints: the same weights as without them ------------------------------------
@@ -74,14 +73,6 @@ def test_a_fit_is_the_same_with_checkpoints(options, engine, classifier, blobs, 
             param.grad is None or param.grad.isfinite().all() for param in model.parameters()
         )
     torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=1e-6)
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-def test_reentrant_checkpoints_are_refused_with_the_cure(classifier, blobs, fit):
-    privacy = DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0)
-    with pytest.raises(TypeError, match=r"reentrant activation checkpoints.*use_reentrant=False"):
-        fit(classifier(WithCheckpoints(True)), privacy, DataLoader(blobs, 60), max_epochs=1)
-    assert privacy.epsilon == 0
 
 
 # -- compiled models train as the plain ones, and nothing of it stays behind ---------------------
@@ -171,34 +162,6 @@ def test_a_compiled_model_trains_as_the_plain_one(how, whole, fit_compiled, capl
     assert len(lines) == 1 and lines[0].startswith("privacy: ")
 
 
-def test_frozen_compiled_parts_run_compiled_in_training(classifier, blobs, fit):
-    class Tuned(classifier):
-        def __init__(self) -> None:
-            super().__init__(nn.Linear(3, 3))
-            self.backbone = wrapped(Compiled().requires_grad_(False))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(self.backbone(x))
-
-    privacy = private()
-    fit(Tuned(), privacy, DataLoader(blobs, 60), max_steps=2)
-    assert any(RAN)
-    assert privacy.report().mechanism["gradient engine"] == "layers"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [{"of_net": wrapped}, {"of_module": wrapped}, {"of_net": in_place}],
-    ids=["wrapped", "whole", "in place"],
-)
-def test_the_probe_sees_the_code_of_its_copies(options, fit_compiled):
-    """Nothing is compiled for them, and the model itself is not run instead of one."""
-    _, report = fit_compiled(**options, checks=Checks())
-    assert not any(RAN)
-    assert "isolated" in report.isolation
-
-
 def test_a_coupled_compiled_module_is_found_by_the_probe(blobs, classifier, fit):
     class Coupled(classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -227,12 +190,6 @@ def test_a_compiled_module_is_resumed_and_loaded_under_its_own_names(
     state = torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"]
     assert list(state) == list(model.state_dict())
     assert next(iter(state)).startswith("net._orig_mod.")
-
-
-@pytest.mark.parametrize("engine", ["auto", "one_by_one"])
-def test_a_scripted_model_is_refused_by_name(engine, fit_compiled):
-    with pytest.raises(UnsupportedModelError, match=r"net is a module of TorchScript"):
-        fit_compiled(of_net=torch.jit.script, engine=engine)
 
 
 # -- models that were refused train after fix, as each record alone ------------------------------
@@ -350,27 +307,6 @@ def test_it_takes_the_steps_of_each_record_alone(case, blobs, classifier, fit):
         torch.testing.assert_close(param, expected[name], rtol=0, atol=2e-6)
 
 
-class Positions(nn.Module):
-    """Position ids in a buffer, without a row for each record."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.places, self.head = nn.Embedding(6, 4), nn.Linear(4, 3)
-        self.register_buffer("position_ids", torch.arange(6)[None])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(x.unsqueeze(2) + self.places(self.position_ids)).sum(1))
-
-
-def test_position_ids_train_as_they_are_by_default(blobs, classifier, fit):
-    hooks = private(engine="hooks")
-    with pytest.raises(TypeError, match=r"Position ids without a row.*train with engine='auto'"):
-        fit(classifier(Positions()), hooks, max_epochs=1)
-    privacy = private(engine="auto")
-    fit(classifier(Positions()), privacy, max_epochs=1)
-    assert privacy.steps == 10
-
-
 def stepped(model: Any, x: Tensor, y: Tensor, clip_norm: float) -> dict[str, Tensor]:
     """The parameters after one step of SGD with clipped gradients, one record at a time."""
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
@@ -390,88 +326,36 @@ def stepped(model: Any, x: Tensor, y: Tensor, clip_norm: float) -> dict[str, Ten
 # -- models of sequences, unchanged --------------------------------------------------------------
 
 
-class Sequences(L.LightningModule):
-    """Three tokens a record."""
+class PackedLSTM(L.LightningModule):
+    """An LSTM on sequences of one to three tokens, by the sign of what is in them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Linear(2, 4), nn.Linear(4, 3)
-
-    def encode(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+        self.lstm = DPLSTM(4, 2, num_layers=2, bidirectional=True, batch_first=True)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return nn.functional.cross_entropy(self.head(self.encode(x.view(len(x), 3, 2))), y)
+        x, y = batch[0].view(-1, 3, 2), batch[1]
+        lengths = 1 + (x[:, 1:, 0] > 0).sum(1)
+        packed = pack_padded_sequence(self.embed(x), lengths.cpu(), True, enforce_sorted=False)
+        output, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True)
+        return cross_entropy(self.head(output.sum(1)), y)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
-class Transformer(Sequences):
-    def __init__(self, dropout: float = 0.1) -> None:
-        super().__init__()
-        self.encoder = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(4, 2, 8, dropout, batch_first=True), 1
-        )
-
-    def encode(self, x: Tensor) -> Tensor:
-        return self.encoder(self.embed(x)).mean(1)
-
-
-class TimeFirst(Sequences):
-    """Opacus' attention as it is by default."""
-
-    def __init__(self, dropout: float = 0.1) -> None:
-        super().__init__()
-        self.attention = DPMultiheadAttention(4, 2, dropout=dropout, add_bias_kv=True)
-
-    def encode(self, x: Tensor) -> Tensor:
-        y = self.embed(x).transpose(0, 1)
-        return self.attention(y, y, y)[0].mean(0)
-
-
-class PackedLSTM(Sequences):
-    """An LSTM on sequences of one to three tokens, by the sign of what is in them."""
-
-    def __init__(self, dropout: float = 0.1) -> None:
-        super().__init__()
-        self.lstm = DPLSTM(
-            4, 2, num_layers=2, dropout=dropout, bidirectional=True, batch_first=True
-        )
-
-    def encode(self, x: Tensor) -> Tensor:
-        lengths = 1 + (x[:, 1:, 0] > 0).sum(1)
-        packed = pack_padded_sequence(self.embed(x), lengths.cpu(), True, enforce_sorted=False)
-        output, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True)
-        return output.sum(1)
-
-
-@pytest.mark.parametrize("kind", [Transformer, TimeFirst, PackedLSTM])
-def test_without_noise_and_clipping_a_model_trains_as_ever(kind, blobs, make_trainer):
+def test_without_noise_and_clipping_a_sequence_model_trains_as_ever(blobs, make_trainer):
     results = []
     for is_private in (False, True):
         torch.manual_seed(0)
-        model = kind(dropout=0.0)
+        model = PackedLSTM()
         privacy = private(noise_multiplier=0.0, max_grad_norm=1e6, sampling=FullBatch())
         callbacks = [privacy] if is_private else []
         make_trainer(max_epochs=3, callbacks=callbacks).fit(model, DataLoader(blobs, 240))
         results.append(nn.utils.parameters_to_vector(model.parameters()).detach())
     assert privacy.report().mechanism["gradient engine"].startswith("records, since layers")
     torch.testing.assert_close(*results, rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize(
-    "kind", [Transformer, TimeFirst, pytest.param(PackedLSTM, marks=pytest.mark.slow)]
-)
-def test_a_model_trains_privately(kind, blobs, fit):
-    torch.manual_seed(0)
-    model = kind()
-    privacy = private(target_epsilon=4.0, max_grad_norm=1.0)
-    trainer = fit(model, privacy, DataLoader(blobs, 60), max_epochs=2, accumulate_grad_batches=2)
-    assert privacy.report().mechanism["gradient engine"].startswith("records, since layers")
-    assert 0 < float(trainer.callback_metrics["privacy/epsilon"]) <= 4.0
-    assert trainer.global_step == 4
 
 
 # -- records with several rows: graphs with their nodes in one tensor, bags of words -------------
@@ -529,37 +413,6 @@ class Bags(Nodes):
         return cross_entropy(self.head(self.words(batch["words"], batch["offsets"])), batch["y"])
 
 
-class FoldsTime(L.LightningModule):
-    """Moves two time steps of each record into the batch dimension, before or behind a layer."""
-
-    def __init__(self, *, first: bool) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.net, self.head, self.first = nn.Linear(6, 4), nn.Linear(4, 3), first
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        x = torch.stack([x, x.square()], dim=1)  # (records, time, features)
-        if self.first:
-            hidden = self.net(x.flatten(0, 1)).tanh().unflatten(0, (-1, 2))
-            return cross_entropy(self.head(hidden.mean(1)), y)
-        hidden = self.head(self.net(x).tanh().flatten(0, 1))
-        return cross_entropy(hidden, y.repeat_interleave(2))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.5)
-
-
-class Views(FoldsTime):
-    """Three augmentations of each record: as many calls, and the mean of their losses."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        views = (x, x.flip(1), x.square())
-        logits = [self.head(self.net(view).tanh()) for view in views]
-        return torch.stack([cross_entropy(each, y) for each in logits]).mean()
-
-
 def fitted(
     fit: Any, model: Any, data: Any = None, **options: Any
 ) -> tuple[Any, DifferentialPrivacy]:
@@ -581,23 +434,5 @@ def test_a_fit_equals_each_record_alone(make, engine, fit):
     report = privacy.report()
     assert report.mechanism["gradient engine"].startswith(engine)
     assert "compared on synthetic samples" in report.isolation
-    for one, other in zip(slow.parameters(), fast.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-def few_blobs() -> TensorDataset:
-    generator = torch.Generator().manual_seed(2)
-    return TensorDataset(torch.randn(GRAPHS, 6, generator=generator), torch.arange(GRAPHS) % 3)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [lambda: FoldsTime(first=True), lambda: FoldsTime(first=False), lambda: Views(first=True)],
-    ids=["time before a layer", "time behind a layer", "augmentations"],
-)
-def test_dense_rows_need_no_hint(fit, make):
-    short: Any = {"checks": Checks(dry_run=False, comparisons=False), "sampling": FullBatch()}
-    slow, _ = fitted(fit, make(), few_blobs(), engine="one_by_one", **short)
-    fast, _ = fitted(fit, make(), few_blobs(), **short)
     for one, other in zip(slow.parameters(), fast.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

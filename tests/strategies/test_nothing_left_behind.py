@@ -10,8 +10,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_dp import Checks, FullBatch
-from lightning_dp.strategies.update_guard import StepGuard
+from lightning_dp import Checks
 from tests.zoo import private
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -85,24 +84,6 @@ def traces(model: nn.Module):
     return found
 
 
-def test_traces_see_what_opacus_attaches(mlp):
-    """Otherwise the tests below would see nothing either."""
-    from opacus.grad_sample.grad_sample_module import GradSampleHooks
-
-    net = mlp()
-    before = traces(net)
-    hooks = GradSampleHooks(net)
-    attached = traces(net)
-    assert {name for name in before if before[name] != attached[name]} >= {
-        "0 _forward_hooks",
-        "0 _backward_hooks",
-        "0.weight attributes",
-    }
-    net(torch.zeros(2, 6)).sum().backward()
-    hooks.cleanup()
-    assert traces(net) != before  # it forgets some attributes
-
-
 @pytest.mark.parametrize("checks", [True, False])
 def test_a_fit_leaves_what_a_plain_fit_leaves(checks, failing, mlp, loader, make_trainer):
     privacy, models = private(checks=Checks(dry_run=checks, comparisons=checks)), []
@@ -159,26 +140,6 @@ def test_a_refused_fit_leaves_the_model_alone(privacy, failing, mlp, fit, blobs)
     )
 
 
-def test_class_and_state_of_the_model_never_change(
-    privacy, classifier, mlp, loader, make_trainer, at_each_step
-):
-    model = classifier(mlp())
-    before = type(model), type(model.net), list(model.state_dict())
-    during = []
-    watch = at_each_step(
-        lambda trainer, module: during.append(
-            (type(module), type(module.net), list(module.state_dict()))
-        )
-    )
-    trainer = make_trainer(max_steps=3, callbacks=[privacy, watch])
-
-    trainer.fit(model, loader)
-
-    assert during == [before] * 3
-    assert (type(model), type(model.net), list(model.state_dict())) == before
-    assert trainer.model is model
-
-
 def test_gradients_of_the_last_step_are_private_or_gone(classifier, mlp, fit):
     privacy = private(noise_multiplier=1e6)
     model = classifier(mlp())
@@ -187,34 +148,6 @@ def test_gradients_of_the_last_step_are_private_or_gone(classifier, mlp, fit):
 
     left = [param.grad for param in model.parameters() if param.grad is not None]
     assert all(float(grad.abs().mean()) > 1e3 for grad in left)
-
-
-def test_accumulation_is_restored_after_full_batches(classifier, mlp, fit):
-    privacy = private(sampling=FullBatch())
-    seen = []
-
-    class Watches(classifier):
-        def on_train_batch_end(self, *args):
-            seen.append(self.trainer.accumulate_grad_batches)
-
-    trainer = fit(Watches(mlp()), privacy, max_epochs=2)
-
-    assert set(seen) == {10}
-    assert trainer.global_step == privacy.steps == 2
-    assert trainer.accumulate_grad_batches == 1
-
-
-def test_accumulation_is_restored_after_an_exception(failing, mlp, loader, make_trainer):
-    trainer, model = (
-        make_trainer(max_epochs=2, callbacks=[private(sampling=FullBatch())]),
-        failing(mlp()),
-    )
-    model.error = Planted()
-
-    with pytest.raises(Planted):
-        trainer.fit(model, loader)
-
-    assert trainer.accumulate_grad_batches == 1
 
 
 def test_the_same_trainer_validates_tests_and_predicts_before_and_after(
@@ -252,17 +185,6 @@ def test_the_same_trainer_validates_tests_and_predicts_before_and_after(
     assert after < before
 
 
-def test_a_checkpoint_saved_after_the_fit_holds_the_ledger(privacy, classifier, mlp, fit, tmp_path):
-    trainer = fit(classifier(mlp()), privacy, max_steps=3)
-
-    for weights_only in (False, True):
-        trainer.save_checkpoint(tmp_path / "late.ckpt", weights_only=weights_only)
-        saved = torch.load(tmp_path / "late.ckpt", weights_only=True)
-        runs = saved["lightning_dp"]["ledger"]["runs"]
-        event = {"event": "PoissonGaussian", "noise_multiplier": 1.0, "sample_rate": 0.1}
-        assert list(runs.values()) == [[[event, 3]]]
-
-
 def test_an_ordinary_trainer_after_a_private_one_is_ordinary(
     privacy, classifier, mlp, loader, fit, make_trainer, weights
 ):
@@ -296,22 +218,3 @@ def optimizer() -> torch.optim.Optimizer:
     for param in module.parameters():
         param.grad = torch.ones_like(param)
     return torch.optim.SGD(module.parameters(), lr=0.1)
-
-
-def test_a_step_that_was_not_allowed_raises_and_one_is_allowed_once(optimizer):
-    guard = StepGuard(optimizer)
-    guard.allow()
-    optimizer.step()
-
-    with pytest.raises(
-        RuntimeError, match=r"optimizer.step\(\) was called with gradients that were not"
-    ):
-        optimizer.step()
-
-
-def test_a_guard_that_is_off_or_removed_leaves_steps_alone(optimizer):
-    guard = StepGuard(optimizer)
-    with guard.off():
-        optimizer.step()
-    guard.remove()
-    optimizer.step()

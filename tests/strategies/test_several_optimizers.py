@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, softplus
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,8 +20,6 @@ from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.accounting.journal import read_journal
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import Diff2
-from lightning_dp.sampling import FullBatch
-from tests.zoo import private
 
 FIXED = 8  # rows of noise for a step of the generator
 
@@ -190,12 +188,6 @@ def test_private_optimizer_of_a_single_one(classifier, mlp, make_trainer, loader
         assert privacy.steps == 2
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, True, "", "a b", [0]])
-def test_private_optimizer_is_checked(value):
-    with pytest.raises((ValueError, TypeError), match="private_optimizer"):
-        DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-3, private_optimizer=value)
-
-
 # -- what a step does ------------------------------------------------------------------------------
 
 
@@ -299,45 +291,6 @@ def test_two_backward_passes_for_the_private_optimizer_are_one_gradient_per_reco
     check_updates(model)
 
 
-class Closures(Watched):
-    def go_back_and_step(self, loss: Tensor, optimizer: Any) -> None:
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            self.manual_backward(loss, retain_graph=True)
-            return loss
-
-        before = {name: value.clone() for name, value in self.state_dict().items()}
-        optimizer.step(closure=closure)
-        self.steps.append((self.last, before, self.records, self.noise))
-        self.after.append({name: value.clone() for name, value in self.state_dict().items()})
-
-
-def test_closures(fit):
-    model = Closures()
-
-    fit(model, noise_multiplier=0.0, max_grad_norm=0.3, seed=3)
-
-    check_updates(model)
-
-
-def test_the_generators_step_leaves_no_gradient_of_the_discriminator(fit):
-    seen = []
-
-    class Looks(GAN):
-        toggles = False
-
-        def go_back_and_step(self, loss: Tensor, optimizer: Any) -> None:
-            super().go_back_and_step(loss, optimizer)
-            if optimizer.optimizer is self.trainer.optimizers[0]:
-                own = [p.grad for p in self.critic.parameters() if p.grad is not None]
-                seen.append(max((float(g.abs().max()) for g in own), default=0.0))
-
-    model = Looks()
-    fit(model, trainer={"max_steps": 1}, noise_multiplier=0.0)
-
-    assert seen == [0.0]
-
-
 class Wasserstein(GAN):
     """Five steps of the critic to one of the generator; weights are clipped after the step."""
 
@@ -383,52 +336,6 @@ def test_more_generated_rows_than_records_are_refused(fit):
 # -- the rest --------------------------------------------------------------------------------------
 
 
-def test_clipping_of_a_public_gradient_is_the_users_own(fit):
-    norms = []
-
-    class Clips(GAN):
-        def go_back_and_step(self, loss: Tensor, optimizer: Any) -> None:
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            self.clip_gradients(optimizer, 1e-3, "norm")
-            held = [p.grad for g in optimizer.param_groups for p in g["params"]]
-            if held[0] is not None and optimizer.optimizer is self.trainer.optimizers[0]:
-                norms.append(float(torch.stack([g.norm() for g in held]).norm()))
-            optimizer.step()
-
-    fit(Clips())
-
-    assert norms == pytest.approx([1e-3] * 4, rel=1e-2)
-
-
-def test_schedulers_of_both(fit):
-    class Scheduled(GAN):
-        def configure_optimizers(self) -> Any:
-            optimizers, _ = super().configure_optimizers()
-            return optimizers, [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in optimizers]
-
-        def on_train_epoch_end(self) -> None:
-            for scheduler in self.lr_schedulers():
-                scheduler.step()
-
-    model = Scheduled()
-    fit(model, trainer={"max_epochs": 2})
-
-    assert [o.param_groups[0]["lr"] for o in fit.trainer.optimizers] == [0.025, 0.025]
-
-
-def test_hooks_run_for_each_backward_pass_and_step(fit):
-    calls = []
-    noting = LambdaCallback(
-        on_after_backward=lambda *a: calls.append("back"),
-        on_before_optimizer_step=lambda *a: calls.append("step"),
-    )
-
-    fit(GAN(), noting, trainer={"max_steps": 2})
-
-    assert calls == ["back", "step"] * 2
-
-
 class Penalised(GAN):
     """WGAN-GP: the penalty differentiates the critic's gradient."""
 
@@ -467,42 +374,6 @@ def test_real_and_generated_rows_in_one_call_are_pairs_by_a_hint(fit):
     one, two = (model.state_dict() for model in models)
     for name in one:
         torch.testing.assert_close(one[name], two[name], rtol=1e-5, atol=1e-6)
-
-
-# -- public data -----------------------------------------------------------------------------------
-
-
-def test_the_gradient_of_public_data_is_added_by_a_declared_edit(
-    classifier, mlp, make_trainer, blobs
-):
-    """As the refusal of several loaders says."""
-    public = [tensor[:12] for tensor in blobs.tensors]
-
-    class Mixed(classifier):  # type: ignore[misc]
-        weight = 0.5
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            loss = self.weight * nn.functional.cross_entropy(self(public[0]), public[1])
-            parameters = list(self.parameters())
-            gradients = torch.autograd.grad(loss, parameters)
-            self.private = [p.grad.clone() for p in parameters]
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad += gradient
-            self.before = [p.detach().clone() for p in parameters]
-            self.total = [p.grad.clone() for p in parameters]
-
-    model = Mixed(mlp())
-    privacy = private(
-        checks=Checks(
-            dry_run=False, comparisons=False, gradient_edits="adds the gradient of public data"
-        )
-    )
-    make_trainer(max_steps=3, callbacks=[privacy]).fit(model, DataLoader(blobs, batch_size=24))
-
-    assert privacy.steps == 3
-    for now, before, total in zip(model.parameters(), model.before, model.total, strict=True):
-        torch.testing.assert_close(now.detach(), before - 0.1 * total)
-    assert any((a != b).any() for a, b in zip(model.total, model.private, strict=True))
 
 
 # -- steps of public optimizers follow no record -------------------------------------------------
@@ -555,14 +426,6 @@ def test_a_public_step_that_follows_the_records_is_refused(name, fit):
         )
 
 
-@pytest.mark.slow
-def test_a_public_step_may_follow_the_number_of_records_of_a_full_batch(fit):
-    whole = {"sampling": FullBatch(), "batch_size": 48, "trainer": {"max_steps": 2}}
-    privacy = fit(CountsRecords(), checks=Checks(comparisons=False), **whole)
-
-    assert privacy.steps == 1
-
-
 @pytest.mark.parametrize(
     ("order", "toggles"),
     [
@@ -610,15 +473,6 @@ def test_private_steps_alone_are_charged(every, fit, tmp_path):
     events = [event for run in runs.values() for event in run]
     assert privacy.epsilon == pytest.approx(PLDAccountant().epsilon(events, 1e-3, "add_remove"))
     assert fit.trainer.global_step == 12 + 12 // every
-
-
-def test_the_noise_is_calibrated_for_private_steps_alone(fit):
-    model = GAN()
-
-    privacy = fit(model, target_epsilon=3.0, trainer={"max_epochs": 3})
-
-    assert privacy.steps == 12
-    assert 2.9 < privacy.epsilon <= 3.0
 
 
 def test_training_stops_before_the_step_that_would_exceed_the_budget(fit):
@@ -671,16 +525,6 @@ def _leaves(record: Any) -> list[dict[str, Any]]:
         return []
     inside = [found for value in record.values() for found in _leaves(value)]
     return [record, *inside] if "mechanism" in record else inside
-
-
-def test_a_second_fit_of_the_same_trainer_goes_on_in_the_plan(fit, loader):
-    model = GAN()
-    privacy = fit(model)
-    fit.trainer.fit_loop.max_epochs = 2
-    fit.trainer.fit(model, loader)
-
-    assert privacy.steps == 8
-    assert privacy._run.mechanism.step == 8
 
 
 def test_a_second_private_step_on_a_batch_is_refused(fit):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -17,7 +17,6 @@ from torchmetrics.functional import accuracy
 from torchmetrics.text import WordErrorRate
 
 from lightning_dp._refusals import PrivacyWarning
-from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.batches import SampleBatch
 from lightning_dp.gradients.records import Records
 from lightning_dp.gradients.side_effects import SideEffects
@@ -254,17 +253,6 @@ def assert_nothing_is_left(model):
         }
 
 
-def test_tensorboard_files_hold_what_they_held(tmp_path):
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    read = []
-    for is_alone in (True, False):
-        body = splitting(logs_in_many_ways)
-        _, trainer, *_ = fit(body, tmp_path, is_alone=is_alone, logger=TensorBoardLogger)
-        found = events.EventAccumulator(trainer.logger.log_dir).Reload()
-        read.append({tag: [e.value for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]})
-    assert_alike(*read)
-
-
 def test_a_number_made_of_the_loss_is_logged_as_its_mean_and_warned_of_once(tmp_path):
     def body(self, batch, batch_idx):
         loss = loss_of(self, batch)
@@ -297,19 +285,6 @@ def test_groups_that_leave_other_states_are_told_by_its_name(tmp_path, place):
     names = {"attribute": "count", "list": "seen", "buffer": "steps", "optimizer": "momentum"}
     assert names[place] in model.effects.state_differs
     assert not any(value in model.effects.state_differs for value in ("1.0", "2.0"))
-
-
-def test_what_a_metric_returns_can_only_be_logged_and_a_refusal_leaves_nothing(tmp_path):
-    def body(self, batch, batch_idx):
-        self.count += 1
-        return torch.add(loss_of(self, batch), self.acc(self(batch["x"]), batch["y"]))
-
-    model = Model(body, is_alone=True)
-    batch = {"x": torch.randn(4, 6), "y": torch.zeros(4, dtype=torch.int64)}
-    with pytest.raises(UnsupportedModelError, match="can only be logged"):
-        model.training_step(batch, 0)
-    assert (model.count, model.acc._update_count) == (0, 0)
-    assert_nothing_is_left(model)
 
 
 def test_a_further_pass_leaves_no_trace():

@@ -5,15 +5,13 @@ from __future__ import annotations
 import lightning as L
 import pytest
 import torch
-import torchmetrics
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_dp import Checks, FullBatch, PrivacyConfig
+from lightning_dp import FullBatch
 from lightning_dp._refusals import PrivacyWarning
-from lightning_dp.callbacks import DifferentialPrivacy, PrivacyLogger
-from lightning_dp.run import PrivateRun
+from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.strategies.hooks import PrivacyCallback
 from lightning_dp.strategies.strategy import install
 from tests.zoo import private
@@ -22,29 +20,6 @@ from tests.zoo import private
 
 
 DELTA = 1e-5
-
-
-def test_fused_adamw(privacy, classifier, mlp, loader, fit, assert_trained):
-    model = classifier(mlp(), lambda params: torch.optim.AdamW(params, lr=0.02, fused=True))
-
-    trainer = fit(model, privacy, max_epochs=2)
-
-    assert_trained(trainer, model, privacy, loader, classifier(mlp()), steps=20)
-
-
-def test_parameter_groups_with_their_own_learning_rates(privacy, classifier, mlp, fit):
-    net = mlp()
-    model = classifier(
-        net,
-        lambda _: torch.optim.SGD(
-            [{"params": net[0].parameters(), "lr": 0.0}, {"params": net[2].parameters()}], lr=0.3
-        ),
-    )
-
-    fit(model, privacy, max_epochs=1)
-
-    assert net[0].weight.equal(mlp()[0].weight)
-    assert not net[2].weight.equal(mlp()[2].weight)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -65,23 +40,6 @@ def test_one_cycle_schedule_over_the_estimated_steps(accumulate, privacy, classi
     assert model.cycle.last_epoch == model.cycle.total_steps
 
 
-def test_reduce_on_plateau(privacy, classifier, mlp, loader, fit):
-    class Plateau(classifier):
-        def configure_optimizers(self):
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
-                optimizer, patience=0, threshold=1e9, threshold_mode="abs"
-            )
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"},
-            }
-
-    trainer = fit(Plateau(mlp()), privacy, validate=loader, max_epochs=3)
-
-    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.1**2)
-
-
 def test_bf16_mixed(privacy, classifier, mlp, loader, fit, assert_trained):
     model = classifier(mlp(), lambda params: torch.optim.SGD(params, lr=0.5))
 
@@ -89,33 +47,6 @@ def test_bf16_mixed(privacy, classifier, mlp, loader, fit, assert_trained):
 
     assert {param.dtype for param in model.parameters()} == {torch.float32}
     assert_trained(trainer, model, privacy, loader, classifier(mlp()), steps=20)
-
-
-@pytest.mark.parametrize(("interval", "at"), [(0.5, [5, 10, 15, 20]), (4, [4, 8, 14, 18])])
-def test_val_check_interval(interval, at, privacy, classifier, mlp, loader, make_trainer):
-    validated_at = []
-
-    class Watch(L.Callback):
-        def on_validation_end(self, trainer, pl_module):
-            validated_at.append(trainer.global_step)
-
-    trainer = make_trainer(
-        max_epochs=2,
-        val_check_interval=interval,
-        num_sanity_val_steps=0,
-        callbacks=[privacy, Watch()],
-    )
-
-    trainer.fit(classifier(mlp()), loader, loader)
-
-    assert validated_at == at
-    assert trainer.global_step == privacy.steps == 20
-
-
-def test_fast_dev_run(privacy, classifier, mlp, loader, fit):
-    trainer = fit(classifier(mlp()), privacy, validate=loader, fast_dev_run=2)
-
-    assert trainer.global_step == privacy.steps == 2
 
 
 def test_fast_dev_run_with_a_target(classifier, mlp, fit):
@@ -211,48 +142,6 @@ def test_manual_optimization_without_a_step_warns(privacy, manual, mlp, fit):
 # -- modules with metrics, unused, frozen or own parameters --------------------------------------
 
 
-def test_torchmetrics_in_the_module(privacy, classifier, mlp, fit):
-    class Metrics(classifier):
-        rows = 0
-
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.accuracy = torchmetrics.classification.MulticlassAccuracy(3)
-            self.seen = torchmetrics.SumMetric()
-
-        def training_step(self, batch, batch_idx):
-            x, y = batch
-            scores = self(x)
-            self.accuracy(scores, y)
-            self.seen(len(y))
-            self.rows += len(y)
-            self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
-            self.log("seen", self.seen, on_step=False, on_epoch=True)
-            return nn.functional.cross_entropy(scores, y)
-
-    model = Metrics(mlp(), lambda params: torch.optim.SGD(params, lr=0.5))
-
-    trainer = fit(model, privacy, max_epochs=1)
-
-    assert float(trainer.callback_metrics["seen"]) == model.rows
-    assert 0.4 < float(trainer.callback_metrics["accuracy"]) <= 1
-
-
-def test_unused_parameters_get_noise_only(privacy, classifier, mlp, fit):
-    class Unused(classifier):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.never_called = nn.Linear(40, 40)
-
-    model = Unused(mlp(), lambda params: torch.optim.SGD(params, lr=1.0))
-    before = model.never_called.weight.detach().clone()
-
-    fit(model, privacy, max_steps=1)
-
-    moved = (model.never_called.weight - before).detach()
-    assert float(moved.std()) == pytest.approx(0.5 * 1.0 / 24, rel=0.15)
-
-
 def test_frozen_layers_do_not_move_and_take_no_part_of_the_norm(
     classifier, mlp, loader, fit, weights
 ):
@@ -278,28 +167,6 @@ def test_frozen_layers_do_not_move_and_take_no_part_of_the_norm(
     )
 
 
-class Direct(L.LightningModule):
-    """Parameters directly on the LightningModule."""
-
-    def __init__(self, through_self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(3, 6) * 0.1)
-        self.bias = nn.Parameter(torch.zeros(3))
-        self.through_self = through_self
-
-    def forward(self, x):
-        return nn.functional.linear(x, self.weight, self.bias)
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        scores = self(x) if self.through_self else self.forward(x)
-        return nn.functional.cross_entropy(scores, y)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.5)
-
-
 def test_parts_in_eval_mode_are_trained_as_they_are(classifier, loader, fit):
     net = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5), nn.Linear(4, 3))
     net[:2].eval()
@@ -323,28 +190,7 @@ def test_parts_in_eval_mode_are_trained_as_they_are(classifier, loader, fit):
     assert [part.training for part in net] == [False, False, True]
 
 
-@pytest.mark.parametrize("through_self", [True, False])
-def test_parameters_on_the_module_itself_are_trained(
-    through_self, privacy, loader, fit, assert_trained
-):
-    model = Direct(through_self)
-
-    trainer = fit(model, privacy, max_epochs=2)
-
-    assert_trained(trainer, model, privacy, loader, Direct(through_self), steps=20)
-
-
 # -- what training_step may do and return, and what hooks around it see --------------------------
-
-
-def test_a_forward_pass_before_training_does_not_matter(privacy, classifier, mlp, fit):
-    class Draws(classifier):
-        def on_train_start(self):
-            self(torch.zeros(2, 6))  # as logger.experiment.add_graph does
-
-    trainer = fit(Draws(mlp()), privacy, max_epochs=1)
-
-    assert trainer.global_step == privacy.steps == 10
 
 
 @pytest.mark.parametrize("engine", ["auto", "records"])
@@ -378,26 +224,6 @@ def test_a_loss_kept_for_the_next_batch_is_refused(privacy, classifier, mlp, fit
         fit(Keeps(mlp()), privacy, max_epochs=1)
 
     assert privacy.steps == 2
-
-
-def test_training_step_may_return_a_dictionary(
-    privacy, classifier, mlp, loader, fit, assert_trained
-):
-    ends = []
-
-    class Dictionary(classifier):
-        def training_step(self, batch, batch_idx):
-            return {"loss": super().training_step(batch, batch_idx), "rows": len(batch[0])}
-
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            ends.append(outputs["rows"] == len(batch[0]))
-
-    model = Dictionary(mlp(), lambda params: torch.optim.SGD(params, lr=0.5))
-
-    trainer = fit(model, privacy, max_epochs=2)
-
-    assert ends == [True] * 20
-    assert_trained(trainer, model, privacy, loader, classifier(mlp()), steps=20)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -463,20 +289,6 @@ class Hears(PrivacyCallback):
         self.heard.append(("teardown", run.steps))
 
 
-class Installs(L.Callback):
-    """Makes a Trainer private, and hands callbacks to the strategy."""
-
-    def __init__(self, *given):
-        self.given = given
-        config = PrivacyConfig(
-            noise_multiplier=1.0, target_delta=1e-5, checks=Checks(dry_run=False)
-        )
-        self.run = PrivateRun(config)
-
-    def setup(self, trainer, pl_module, stage):
-        install(trainer, self.run, *self.given)
-
-
 def test_hooks_are_called_in_the_order_of_a_fit(privacy, classifier, mlp, loader, make_trainer):
     hears = Hears()
     trainer = make_trainer(max_steps=2, callbacks=[hears, privacy])
@@ -508,24 +320,6 @@ def test_a_fit_that_fails_is_torn_down_and_has_no_end(
         trainer.fit(classifier(mlp()), loader)
 
     assert [each[0] for each in hears.heard] == ["start", "step", "teardown"]
-
-
-def test_the_trainers_own_callback_takes_the_place_of_one_of_its_kind(
-    classifier, mlp, loader, make_trainer
-):
-    class Mine(PrivacyLogger):
-        """Has another look at the progress bar."""
-
-        def on_privacy_step(self, trainer, run):
-            trainer.progress_bar_metrics["privacy/epsilon"] = "mine"
-
-    given, other, mine = PrivacyLogger(), Hears(), Mine()
-    trainer = make_trainer(max_steps=2, callbacks=[Installs(given, other), mine])
-
-    trainer.fit(classifier(mlp()), loader)
-
-    assert trainer.strategy._callbacks == (mine, other)
-    assert ("step", 2) in other.heard
 
 
 def test_a_private_strategy_takes_no_step_outside_a_fit(privacy, classifier, mlp, make_trainer):

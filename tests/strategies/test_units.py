@@ -6,7 +6,6 @@ import json
 import math
 from collections import Counter
 
-import lightning as L
 import pytest
 import torch
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
@@ -17,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_dp import Checks, Diff2, FullBatch, UserLevel
 from lightning_dp.accounting.events import VoidedRunError
-from lightning_dp.audit import audit
 from lightning_dp.callbacks import DifferentialPrivacy
 from tests.zoo import Classifier, flat, private, records
 
@@ -155,15 +153,6 @@ def test_epsilon_is_that_of_users(fit):
     assert model.privacy.epsilon == pytest.approx(epsilon, rel=2e-3)
     report = model.privacy.report()
     assert (report.unit, report.num_records, report.expected_batch_size) == ("user", 40, 10)
-
-
-def test_an_epoch_passes_over_users(fit):
-    users = [row % 40 for row in range(400)]
-    x, y = records(400)
-    options = {"max_steps": -1, "max_epochs": 2}
-    unit = UserLevel(users, most_rows=4)
-    model = fit(TensorDataset(x.double(), y), 16, trainer=options, unit=unit)
-    assert model.used.global_step == 2 * 3
 
 
 class Views(Dataset):
@@ -338,44 +327,3 @@ def test_users_that_meet_are_refused_and_rows_of_one_user_may_meet(make_trainer)
     with pytest.raises(VoidedRunError):
         fit(Checks(dry_run=False), engine="layers")
     assert fit(Checks(), engine="one_by_one").steps == 8
-
-
-# -- refusals --------------------------------------------------------------------------------------
-
-
-def test_what_has_a_gradient_for_each_row_is_refused():
-    unit = UserLevel(USERS, most_rows=2)
-    for options in ({"unit": unit}, {"augmentations": 2}):
-        with pytest.raises(ValueError, match="engine='hooks'"):
-            private(engine="hooks", **options)
-    for wrong in ("user", USERS, UserLevel):
-        with pytest.raises(TypeError, match="UserLevel"):
-            private(unit=wrong)
-    for wrong in (0, 1.5, None):
-        with pytest.raises((ValueError, TypeError), match="augmentations"):
-            private(augmentations=wrong)
-    model = Classifier(nn.Linear(6, 3))
-    with pytest.raises(ValueError, match="without unit"):
-        audit(model, DataLoader(data(), 2), private(unit=unit).config, trainer={}, num_canaries=10)
-
-
-class Two(L.LightningModule):
-    """Two optimizers."""
-
-    automatic_optimization = False
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 3), nn.Linear(2, 2)
-
-    def training_step(self, batch, batch_idx):
-        pass
-
-    def configure_optimizers(self):
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.a, self.b)]
-
-
-def test_several_optimizers_are_refused(make_trainer):
-    privacy = private(augmentations=2, private_optimizer=0)
-    with pytest.raises(MisconfigurationException, match="unit and augmentations put several rows"):
-        make_trainer(callbacks=[privacy], max_steps=1).fit(Two(), DataLoader(data(), 2))

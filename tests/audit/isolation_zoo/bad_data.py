@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from isolation_zoo.cases import Record, Rows, Small, bad
@@ -19,11 +17,6 @@ def mixup(rows: list[Any]) -> Any:
     """The collate function of torchvision's manual."""
     x, y = default_collate(rows)
     return 0.2 * x + 0.8 * x.amax(0), y
-
-
-def standardised(rows: list[Any]) -> Any:
-    x, y = default_collate(rows)
-    return x / x.abs().max(), y
 
 
 def padded(rows: list[Any]) -> Any:
@@ -44,11 +37,6 @@ def mixing(**about: Any) -> Any:
 
 @mixing(collate=mixup)
 def collate_mixup() -> Small:
-    return Small()
-
-
-@mixing(collate=standardised)
-def collate_standardises() -> Small:
     return Small()
 
 
@@ -142,12 +130,3 @@ class BatchStartEditsTheBatch(Small):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         batch[0].div_(batch[0].abs().max())
-
-
-@mixing(seen_by="probe")
-class TensorSubtraction(Small):
-    """Background removal: the darkest value of the batch is subtracted from each."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return F.cross_entropy(self(x - x.max()), y)

@@ -152,34 +152,6 @@ class ClippingByTheLoss(Watches):
 
 
 @edits()
-class MomentumByTheLoss(Watches):
-    """A group's other settings count as well."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for group in optimizer.param_groups:
-            group["weight_decay"] = 1.5 if self.odd else 0.0
-
-
-@edits()
-class ManualStepSize(Small):
-    """Manual optimization, with a learning rate of the batch's loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = F.cross_entropy(self(x), y)
-        self.manual_backward(loss)
-        for group in optimizer.param_groups:
-            group["lr"] = self.lr / float(loss.detach()) ** 4
-        optimizer.step()
-
-
-@edits()
 class ManualStepOnlyIfGood(Small):
     """Manual optimization that steps if the batch's loss is small."""
 

@@ -11,7 +11,6 @@ from isolation_zoo.cases import Records, Small, bad, not_a_number, points
 
 GRAPH = "loss graph"
 PROBE = "probe"
-SPOT = "spot checks"
 
 
 # -- a function of the mean ------------------------------------------------------------------
@@ -36,21 +35,6 @@ class NanToNumOfTheLoss(Small):
 
 
 @bad(kind="loss of the mean", seen_by=GRAPH)
-class FocalOfTheMean(Small):
-    """The focal loss as it is often copied: its weight is that of the batch's mean."""
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        mean = F.cross_entropy(out, y)
-        return (1 - torch.exp(-mean)) ** 4 * mean
-
-
-@bad(kind="loss of the mean", seen_by=GRAPH)
-class LogOfTheLoss(Small):
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return torch.log(F.cross_entropy(out, y))
-
-
-@bad(kind="loss of the mean", seen_by=GRAPH)
 class RootMeanSquare(Small):
     def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(out, 3 * F.one_hot(y, 3).float()).sqrt()
@@ -63,12 +47,6 @@ class DividedByItsOwnValue(Small):
     def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
         first = F.cross_entropy(out, y)
         return first / first.detach()
-
-
-@bad(kind="loss of the mean", seen_by=GRAPH)
-class SquashedByTanh(Small):
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return torch.tanh(F.cross_entropy(out, y))
 
 
 @bad(kind="loss of the mean", seen_by=GRAPH)
@@ -108,32 +86,6 @@ class MeanAndVariance(Small):
         return losses.mean() + 0.1 * losses.var()
 
 
-@bad(kind="statistics of the losses", seen_by=PROBE)
-class SelfPacedBySoftmax(Small):
-    """Weights of the records add up to one over the batch."""
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        losses = F.cross_entropy(out, y, reduction="none")
-        return (torch.softmax(losses.detach(), 0) * losses).sum()
-
-
-@bad(kind="statistics of the losses", seen_by=PROBE)
-class LossesClippedAtTheirMean(Small):
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        losses = F.cross_entropy(out, y, reduction="none")
-        return (losses * (losses <= losses.mean().detach() + 1)).mean() * (losses.max() < 4)
-
-
-@bad(kind="statistics of the losses", seen_by=PROBE)
-class CurriculumByLossSpread(Small):
-    """Records whose loss is close to the mean are left out."""
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        losses = F.cross_entropy(out, y, reduction="none")
-        z = (losses - losses.mean()) / losses.std()
-        return (losses * (z.abs() > 0.2)).mean()
-
-
 @bad(kind="statistics of the losses", seen_by=GRAPH)
 class DiceOfTheBatch(Small):
     """Intersections and unions are summed over the whole batch."""
@@ -142,19 +94,6 @@ class DiceOfTheBatch(Small):
         area = x.sum(1, keepdim=True)
         p, t = area * out.sigmoid(), area * F.one_hot(y, 3)
         return 3 - 6 * (p * t).sum() / (area * (p + t)).sum()
-
-
-@bad(kind="statistics of the losses", seen_by=GRAPH)
-class ShareOfVarianceExplained(Small):
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        target = x.sum(1)
-        return ((out[:, 0] - target) ** 2).sum() / ((target - target.mean()) ** 2).sum()
-
-
-@bad(kind="statistics of the losses", seen_by=GRAPH)
-class Correlation(Small):
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return -3 * torch.corrcoef(torch.stack([out[:, 0], x[:, 0]]))[0, 1]
 
 
 @bad(kind="statistics of the losses", seen_by=GRAPH)
@@ -177,14 +116,6 @@ class GradientPenaltyOfTheMean(Small):
         return mean / (1e-2 + len(y) * slope.norm(dim=1).max())
 
 
-@bad(kind="statistics of the losses", seen_by=GRAPH)
-class TrimmedMean(Small):
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        losses = F.cross_entropy(out, y, reduction="none").sort().values
-        scale = 1 / (0.1 + losses[-1].detach())
-        return losses[: max(1, len(y) - 1)].mean() * scale
-
-
 @bad(kind="statistics of the losses", seen_by=PROBE)
 class LossSkippedWhenItSpikes(Small):
     """A number in Python, of the batch's own loss."""
@@ -192,15 +123,6 @@ class LossSkippedWhenItSpikes(Small):
     def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
         mean = F.cross_entropy(out, y)
         return mean * 0.0 if mean.item() > 3 else mean
-
-
-@bad(kind="statistics of the losses", seen_by=PROBE)
-class LossScaledByHand(Small):
-    """Dynamic scaling: the factor is a power of two of the batch's loss."""
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        mean = F.cross_entropy(out, y)
-        return mean * 2.0 ** -round(float(mean.detach()))
 
 
 # -- branches that only some data take -------------------------------------------------------
@@ -233,13 +155,6 @@ class EightBitInputs(Small):
 
     def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
         x = x / 255 if x.max() > 1 else x
-        return F.cross_entropy(self(x) - self(0 * x), y)
-
-
-@bad(kind="a branch of the data", seen_by=PROBE, odd=lambda x, y: (x - 2, y))
-class ShiftOfNegatives(Small):
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        x = x - 20 * x.min() if x.min() < 0 else x
         return F.cross_entropy(self(x) - self(0 * x), y)
 
 
@@ -288,34 +203,6 @@ class PairsOfEqualLabels(Small):
     def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
         same = (y[:, None] == y).float().fill_diagonal_(0)
         return F.cross_entropy(out, y) + (same * torch.cdist(out, out).square()).mean()
-
-
-@bad(kind="a branch of the data", seen_by=PROBE, odd=lambda x, y: (x, 0 * y - 1))
-class UnlabelledAsMinusOne(Small):
-    """Labels of -1 are unknown; a batch with one is semi-supervised."""
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        known = y >= 0
-        supervised = F.cross_entropy(out[known], y[known])
-        return supervised if known.all() else supervised * 0.01
-
-
-@bad(kind="a branch of the data", seen_by=PROBE)
-class Winsorised(Small):
-    """Features beyond three deviations of the batch are cut."""
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        x = (x - x.mean(0)) / x.std(0)
-        return F.cross_entropy(self(x.clamp(-3, 3)), y) if x.std() > 0 else out.sum() * 0
-
-
-@bad(kind="a branch of the data", seen_by=PROBE, odd=lambda x, y: (x * 0 + 0.5, y * 0))
-class DuplicatesAreDropped(Small):
-    """A constant record marks a broken batch."""
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        broken = (x.std(1) == 0).any()
-        return F.cross_entropy(torch.where(broken, -out, out), y)
 
 
 # -- random numbers --------------------------------------------------------------------------

@@ -52,18 +52,6 @@ class ViewMistake(Small):
 
 
 @mixing()
-class TransposeMistake(Small):
-    """A recurrence that runs over the records."""
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        state, outs = out.new_zeros(3), []
-        for row in out:
-            state = state + row / len(out)
-            outs.append(state)
-        return F.cross_entropy(torch.stack(outs), y)
-
-
-@mixing()
 class Whitened(Small):
     """Features of the batch are made uncorrelated."""
 
@@ -71,13 +59,6 @@ class Whitened(Small):
         centred = x - x.mean(0)
         scale = torch.linalg.eigvalsh(centred.T @ centred / len(x) + 0.1 * torch.eye(4)).max()
         return F.cross_entropy(self(x / scale.sqrt()), y)
-
-
-@mixing()
-class RanksAsFeatures(Small):
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        span = x.amax(0) - x.amin(0)
-        return F.cross_entropy(self((x - x.amin(0)) / span), y)
 
 
 @mixing()
@@ -91,15 +72,6 @@ class StandardisedAdvantages(Small):
 
 
 @mixing()
-class TeacherFromTheBatch(Small):
-    """Distillation from the sharpened mean prediction of the batch."""
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        teacher = (out.detach().mean(0) * 4).softmax(0).expand_as(out)
-        return F.kl_div(out.log_softmax(1), teacher, reduction="batchmean")
-
-
-@mixing()
 class SinkhornAssignment(Small):
     """Balanced pseudo-labels, as self-labelling does."""
 
@@ -109,32 +81,6 @@ class SinkhornAssignment(Small):
             plan = plan / plan.sum(0)
             plan = plan / plan.sum(1, keepdim=True)
         return F.cross_entropy(out, plan)
-
-
-@mixing()
-class CodebookOfTheBatch(Small):
-    """Codes are the batch's own extremes."""
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        codes = torch.stack([x.amin(0), x.amax(0)])
-        nearest = torch.cdist(x, codes).argmin(1)
-        return F.cross_entropy(out, nearest)
-
-
-@mixing()
-class TemperatureOfTheBatch(Small):
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(out / (0.1 + out.detach().std()), y)
-
-
-@mixing()
-class SmoothingByClassFrequency(Small):
-    """Labels are smoothed towards the frequencies of the batch."""
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        prior = F.one_hot(y, 3).float() * x.norm(dim=1, keepdim=True)
-        prior = prior.sum(0) / prior.sum()
-        return F.cross_entropy(out, 0.2 * F.one_hot(y, 3) + 0.8 * prior)
 
 
 @mixing(odd=lambda x, y: (x, 0 * y + 1), records=lambda n: [(x, 0 * y) for x, y in points(n)])
@@ -164,25 +110,6 @@ class SortedByFeature(Small):
     def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
         order = x.sum(1).argsort()
         return F.cross_entropy(out[order] * x.sum(1).max().clamp(max=40).sub(20).sign(), y)
-
-
-@mixing()
-class DropoutChosenByTheBatch(Small):
-    """Features that vary most in the batch are dropped."""
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        keep = (x.std(0) < 1).float()
-        return F.cross_entropy(self(x * keep) * keep.mean(), y)
-
-
-@mixing(odd=lambda x, y: (x * 0 + 200, y))
-class QuantileClippedTargets(Small):
-    """Targets are scaled by the largest of the batch."""
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        target = x.sum(1)
-        target = 3 * target / torch.quantile(target, 1.0)
-        return (out[:, 0] - target).square().mean()
 
 
 @mixing()

@@ -156,23 +156,6 @@ class BatchEndFillsAQueue(Small):
 
 
 @remembers()
-class RunningStandardScores(Small):
-    """Welford's mean and variance of the targets, in two floats."""
-
-    count, mean, spread = 0, 0.0, 0.0
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        deviation = max(1.0, (self.spread / max(self.count, 1)) ** 0.5)
-        loss = (out[:, 0] - x.sum(1) / deviation).square().mean()
-        for each in x.sum(1).tolist():
-            self.count += 1
-            change = each - self.mean
-            self.mean += change / self.count
-            self.spread += change * (each - self.mean)
-        return loss
-
-
-@remembers()
 class LossOverItsAverage(Small):
     """The loss is divided by an exponential average of losses."""
 
@@ -213,51 +196,6 @@ class RunningMeanInAttribute(Small):
 
 
 @remembers()
-class MeanTeacherThreshold(Small):
-    """Pseudo-labels count above an adaptive threshold of confidence."""
-
-    threshold = 0.3
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        sure = out.detach().softmax(1).amax(1)
-        loss = (F.cross_entropy(out, y, reduction="none") * (sure > self.threshold)).mean()
-        self.threshold = 0.5 * self.threshold + 0.5 * float(sure.max()) * (float(x.max()) > 1)
-        return loss
-
-
-@remembers()
-class CentresInADictionary(Small):
-    """Prototypes of the classes, kept by label."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.centres: dict[int, Tensor] = {}
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        zero = torch.zeros(4)
-        shift = sum((self.centres.get(label, zero) for label in range(3)), zero)
-        loss = F.cross_entropy(self(x - shift), y)
-        for label in y.unique().tolist():
-            self.centres[label] = x[y == label].amax(0)
-        return loss
-
-
-@remembers()
-class HardnessOfEarlierRecords(Small):
-    """Boosting by the last losses, normalised over all that were seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        scale = 1 / max([1.0, *self.seen])
-        losses = F.cross_entropy(out, y, reduction="none")
-        self.seen = losses.detach().tolist()
-        return losses.mean() * scale
-
-
-@remembers()
 class StateInTheOptimizer(Small):
     """A note in the optimizer's own groups."""
 
@@ -273,31 +211,6 @@ class StateOnTheTrainer(Small):
     def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
         loss = F.cross_entropy(out * getattr(self.trainer, "sign", 1.0), y)
         self.trainer.sign = -1.0 if x.max() > 30 else 1.0  # type: ignore[attr-defined]
-        return loss
-
-
-@remembers()
-class GeneratorOfScales(Small):
-    """A coroutine is sent what it should remember."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales: Any = None
-
-    def on_train_start(self) -> None:
-        self.scales = self.running()
-        next(self.scales)
-
-    def running(self) -> Any:
-        scale = 1.0
-        while True:
-            scale = max(1.0, (yield scale))
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        if self.scales is None:
-            self.on_train_start()
-        loss = F.cross_entropy(out / getattr(self, "scale", 1.0), y)
-        self.scale = self.scales.send(float(x.max()))
         return loss
 
 
@@ -338,15 +251,6 @@ class AfterSixSteps(Small):
         )
 
 
-@late(steps=8, seen_by=SPOT)
-class AfterACounterOfItsOwn(Small):
-    lr, passes = 0.1, 0
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        self.passes += 1
-        return batch_maximum(self, x, y) if self.passes > 5 else 0.01 * F.cross_entropy(out, y)
-
-
 @late(steps=4, seen_by=SPOT)
 class EverySecondStep(Small):
     """Adversarial terms alternate."""
@@ -356,20 +260,6 @@ class EverySecondStep(Small):
     def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
         self.turns += 1
         return batch_maximum(self, x, y) if self.turns % 2 == 0 else F.cross_entropy(out, y)
-
-
-@late()
-class FrozenUntilEpochOne(Small):
-    """A hook at the start of an epoch changes what the step does."""
-
-    term: Callable[..., Tensor] | None = None
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch >= 1:
-            self.term = batch_maximum
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return self.term(self, x, y) if self.term else F.cross_entropy(out, y)
 
 
 @late(seen_by=SPOT)

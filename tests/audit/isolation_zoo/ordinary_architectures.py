@@ -40,19 +40,6 @@ class MixtureWithMasks(MixtureOfExperts):
 
 
 @ordinary
-class MixtureDensity(Small):
-    def make(self) -> nn.Module:
-        return nn.Linear(4, 9)
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        weight, mean, scale = out.chunk(3, 1)
-        normal = torch.distributions.Normal(mean, F.softplus(scale) + 0.1)
-        return -torch.logsumexp(
-            weight.log_softmax(1) + normal.log_prob(x.sum(1, keepdim=True)), 1
-        ).mean()
-
-
-@ordinary
 class TwoHeads(Small):
     """Fixed weights of two tasks."""
 
@@ -64,41 +51,6 @@ class TwoHeads(Small):
         h = F.relu(self.net["trunk"](x))
         return F.cross_entropy(self.net["a"](h), y) + 0.3 * F.mse_loss(
             self.net["b"](h)[:, 0], x.sum(1)
-        )
-
-
-class Scale(nn.Module):
-    """A learned scale as a layer that sees each record."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log_scale = nn.Parameter(torch.zeros(2))
-
-    def forward(self, losses: Tensor) -> Tensor:
-        return (losses * torch.exp(-self.log_scale) + self.log_scale).sum(1)
-
-
-@ordinary
-class LearnedUncertaintyPerRecord(TwoHeads):
-    """Kendall's weights of tasks, applied to each record's losses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = Scale()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        h = F.relu(self.net["trunk"](x))
-        first = F.cross_entropy(self.net["a"](h), y, reduction="none")
-        second = (self.net["b"](h)[:, 0] - x.sum(1)).square()
-        return self.scale(torch.stack([first, second], 1)).mean()
-
-
-@ordinary
-class GatedUnits(Small):
-    def make(self) -> nn.Module:
-        return nn.Sequential(
-            nn.Linear(4, 16), nn.GLU(), nn.LayerNorm(8), nn.SELU(), nn.Linear(8, 3)
         )
 
 
@@ -152,19 +104,6 @@ class RefinedSeveralTimes(Small):
         for _ in range(3):
             x = x + 0.1 * torch.tanh(self.net[0](x))
         return self.net[1](x)
-
-
-@ordinary
-class DeepSupervision(RefinedSeveralTimes):
-    """A loss at each depth, with falling weights."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        loss = x.new_zeros(())
-        for depth in range(3):
-            x = x + 0.1 * torch.tanh(self.net[0](x))
-            loss = loss + 0.5 ** (2 - depth) * F.cross_entropy(self.net[1](x), y)
-        return loss / 3
 
 
 @ordinary

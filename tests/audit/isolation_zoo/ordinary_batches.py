@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isolation_zoo.cases import Record, Records, Rows, Small, ordinary, points
-from isolation_zoo.ordinary_images import SmallResNet
 from isolation_zoo.ordinary_sequences import MaskedMean
-from isolation_zoo.records import images, padded, targets
+from isolation_zoo.records import padded
 
 
 @ordinary(records=lambda n: [({"in": {"x": x, "again": [x, x]}, "y": y},) for x, y in points(n)])
@@ -64,28 +63,6 @@ class DataClasses(Small):
         return F.cross_entropy(self(batch.x), batch.y)
 
 
-@ordinary(
-    records=lambda n: [
-        (x, y, torch.tensor(i), float(i), x[0] > 0.5) for i, (x, y) in enumerate(points(n))
-    ]
-)
-class ManyTypes(Small):
-    """Numbers of records, floats, flags."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y, _, age, flag = batch
-        weight = torch.where(flag, 1.0, 0.5)
-        losses = F.cross_entropy(self(x), y, reduction="none")
-        return (losses * weight * torch.sigmoid(age.float() / 100)).mean()
-
-
-@ordinary(records=lambda n: [((255 * x).to(torch.uint8), y) for x, y in images(n)])
-class BytesAsImages(SmallResNet):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        return F.cross_entropy(self(x.float() / 255), y)
-
-
 def padded_to_the_longest(rows: list[Any]) -> Any:
     x, y = zip(*rows, strict=True)
     lengths = torch.tensor([int((each != 0).sum()) for each in x])
@@ -132,16 +109,6 @@ class Counting(Rows):
 @ordinary(data=Counting)
 class CachedInTheDataSet(Small):
     pass
-
-
-@ordinary(records=targets)
-class Quantiles(Small):
-    """Three quantiles at once."""
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        error = y[:, None] - out
-        q = torch.tensor([0.1, 0.5, 0.9])
-        return torch.maximum(q * error, (q - 1) * error).sum(1).mean()
 
 
 @ordinary(

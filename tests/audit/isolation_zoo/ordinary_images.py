@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from isolation_zoo.cases import Small, ordinary, points
+from isolation_zoo.cases import Small, ordinary
 from isolation_zoo.records import images
 
 
@@ -78,36 +76,3 @@ class DicePerRecord(Small):
         p = out[:, 0].sigmoid()
         dice = 2 * (p * y).sum((1, 2)) / (p.sum((1, 2)) + y.sum((1, 2)) + 1)
         return F.binary_cross_entropy_with_logits(out[:, 0], y) + (1 - dice).mean()
-
-
-@ordinary(records=lambda n: [(x, (x.mean(0) > 0.5).long() - 1) for x, _ in images(n)])
-class IgnoredPixelsPerRecord(Segmentation):
-    """Pixels of -1 are unknown; each image divides by its own number."""
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        known = (y >= 0).float()
-        losses = F.cross_entropy(out, y.clamp(min=0), reduction="none") * known
-        return (losses.sum((1, 2)) / known.sum((1, 2)).clamp(min=1)).mean()
-
-
-@ordinary(records=images)
-class UNet(Small):
-    def make(self) -> nn.Module:
-        return nn.ModuleDict({
-            "down": nn.Conv2d(3, 4, 3, 2, 1), "deep": nn.Conv2d(4, 4, 3, padding=1),
-            "up": nn.ConvTranspose2d(4, 4, 2, 2), "out": nn.Conv2d(7, 3, 1),
-        })  # fmt: skip
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, _ = batch
-        h = F.relu(self.net["down"](x + 0.1 * torch.randn_like(x)))
-        h = F.relu(self.net["up"](F.relu(self.net["deep"](h))))
-        return F.l1_loss(self.net["out"](torch.cat([h, x], 1)), x)
-
-
-@ordinary(
-    records=lambda n: [(x, torch.stack([y == 0, y > 0, y > 1]).float()) for x, y in points(n)]
-)
-class MultiLabel(Small):
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return F.binary_cross_entropy_with_logits(out, y)

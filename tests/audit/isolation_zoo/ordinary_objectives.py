@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from isolation_zoo.cases import Records, Small, ordinary
+from isolation_zoo.cases import Small, ordinary
 from isolation_zoo.ordinary_losses import onehot
-from isolation_zoo.records import generator
 
 
 @ordinary
@@ -40,28 +39,6 @@ class ContrastsWithinARecord(Small):
         return F.cross_entropy(
             likeness.flatten(0, 1).view(len(x), 3, 3), torch.arange(3).expand(len(x), 3)
         )
-
-
-def pairs(n: int) -> Records:
-    x = torch.rand(n, 2, 4, generator=generator())
-    return list(zip(x, (torch.arange(n) % 2).float(), strict=True))
-
-
-@ordinary(records=pairs)
-class SiamesePairs(Small):
-    """A record is a pair."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        pair, same = batch
-        distance = (self(pair[:, 0]) - self(pair[:, 1])).norm(dim=1)
-        return (same * distance**2 + (1 - same) * F.relu(1 - distance) ** 2).mean()
-
-
-@ordinary(records=lambda n: [(x,) for x in torch.rand(n, 3, 4, generator=generator())])
-class TripletsInARecord(Small):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        a, p, q = (self(batch[0][:, i]) for i in range(3))
-        return F.triplet_margin_loss(a, p, q, margin=0.5)
 
 
 class Auto(Small):
@@ -103,37 +80,6 @@ class BetaVaeWithWarmUp(Vae):
 
 
 @ordinary
-class VaeWithDistributions(Auto):
-    """The same by ``torch.distributions``."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, _ = batch
-        mu, s = self.encode(x)
-        q = torch.distributions.Normal(mu, F.softplus(s) + 1e-3)
-        prior = torch.distributions.Normal(torch.zeros_like(mu), torch.ones_like(mu))
-        kl = torch.distributions.kl_divergence(q, prior).sum(1)
-        return ((self.net["out"](q.rsample()) - x).square().sum(1) + kl).mean()
-
-
-@ordinary
-class DenoisingAutoencoder(Auto):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, _ = batch
-        z, _unused = self.encode(x * (torch.rand_like(x) > 0.3))
-        return F.mse_loss(self.net["out"](z), x) + 0.0 * _unused.mean()
-
-
-@ordinary
-class SparseAutoencoder(Auto):
-    """The penalty is per record."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, _ = batch
-        z, s = self.encode(x)
-        return F.mse_loss(self.net["out"](z), x) + 0.01 * (z.abs() + s.abs()).sum(1).mean()
-
-
-@ordinary
 class Diffusion(Small):
     """Noise is predicted at a random time."""
 
@@ -163,48 +109,6 @@ class DiffusionWithATable(Diffusion):
         noise = torch.randn_like(x)
         found = self(torch.cat([kept.sqrt() * x + (1 - kept).sqrt() * noise, t[:, None] / 10], 1))
         return ((found - noise).square().mean(1) / (1 - kept[:, 0])).mean()
-
-
-@ordinary
-class FlowMatching(Diffusion):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, _ = batch
-        t, start = torch.rand(len(x), 1), torch.randn_like(x)
-        return F.mse_loss(self(torch.cat([(1 - t) * start + t * x, t], 1)), x - start)
-
-
-@ordinary
-class ScoreMatching(Diffusion):
-    """Denoising, with one level for each record."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, _ = batch
-        sigma = torch.exp(torch.randn(len(x), 1))
-        noise = torch.randn_like(x)
-        score = self(torch.cat([x + sigma * noise, sigma.log()], 1))
-        return (score * sigma + noise).square().sum(1).mean()
-
-
-@ordinary
-class NormalisingFlow(Small):
-    """One affine coupling."""
-
-    def make(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 4))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, _ = batch
-        shift, scale = self(x[:, :2]).chunk(2, 1)
-        z = torch.cat([x[:, :2], (x[:, 2:] - shift) * torch.exp(-torch.tanh(scale))], 1)
-        return (0.5 * z.square().sum(1) + torch.tanh(scale).sum(1)).mean()
-
-
-@ordinary
-class CosineClassifier(Small):
-    """Outputs of a layer are normalised, each record alone."""
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(8 * F.normalize(out, dim=1), y)
 
 
 @ordinary
@@ -242,15 +146,6 @@ class Preferences(Small):
             old = self.reference(x).log_softmax(1)
         gain = out.log_softmax(1) - old
         return -F.logsigmoid(0.5 * (gain[:, 0] - gain[:, 1])).mean()
-
-
-@ordinary
-class StraightThrough(Small):
-    """Rounding in the forward pass."""
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        hard = out + (out.round() - out).detach()
-        return F.mse_loss(hard, onehot(y))
 
 
 @ordinary

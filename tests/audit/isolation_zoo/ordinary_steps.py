@@ -56,16 +56,6 @@ class CountsItsSteps(Small):
 
 
 @ordinary
-class LogsAtTheEndOfABatch(Small):
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.last = float(outputs["loss"])
-        self.log("last", self.last)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.size = len(batch[0])
-
-
-@ordinary
 class KeepsItsOutputsForTheEpoch(Small):
     """A list of outputs that is emptied when the epoch ends."""
 
@@ -95,14 +85,6 @@ class RunningAverageOfTheLossForTheScreen(Small):
         return loss
 
 
-@ordinary(trainer={"max_epochs": 3})
-class WarmUpByEpoch(Small):
-    """The weight of a penalty grows with the epoch."""
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(out, y) + self.current_epoch / 3 * out.square().mean()
-
-
 @ordinary
 class AnnealedTemperature(Small):
     def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -125,16 +107,6 @@ class OneArgument(Small):
     def training_step(self, batch: Any) -> Any:  # type: ignore[override]
         x, y = batch
         return F.cross_entropy(self(x), y)
-
-
-@ordinary
-class TermsInADictionary(Small):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        out = self(x)
-        losses = {"ce": F.cross_entropy(out, y), "l2": 1e-2 * out.square().mean()}
-        self.log_dict(losses)
-        return {"loss": sum(losses.values()), **{k: v.detach() for k, v in losses.items()}}
 
 
 @ordinary
@@ -162,14 +134,6 @@ class ManualWithScheduler(ManualOptimization):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), 1e-2)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
-
-
-@ordinary
-class CosineSchedule(Small):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), 1e-2, weight_decay=0.1)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 @ordinary
@@ -210,18 +174,6 @@ class MixedPrecision(Small):
         return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3))
 
 
-@ordinary(trainer={"precision": "64-true"})
-class DoublePrecision(Small):
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(out, y)
-
-
-@ordinary
-class Momentum(Small):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9, nesterov=True)
-
-
 @ordinary
 class GroupsOfParameters(Small):
     def configure_optimizers(self) -> Any:
@@ -251,23 +203,6 @@ class MeanTeacher(WeightAverageOfTheModel):
         with torch.no_grad():
             taught = self.averaged(x + 0.01 * torch.randn_like(x)).softmax(1)
         return F.cross_entropy(out, y) + (out.softmax(1) - taught).square().sum(1).mean()
-
-
-@ordinary
-class FrozenTeacher(Small):
-    """Distillation with a temperature."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).requires_grad_(
-            False
-        )
-
-    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        with torch.no_grad():
-            taught = (self.teacher(x) / 2).softmax(1)
-        soft = F.kl_div((out / 2).log_softmax(1), taught, reduction="batchmean") * 4
-        return 0.5 * F.cross_entropy(out, y) + 0.5 * soft
 
 
 @ordinary

@@ -97,15 +97,6 @@ def test_the_minimum_of_a_model_that_is_not_convex_where_it_begins():
     np.testing.assert_allclose(found.numpy(), scipys(g, h, 10.0), rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("tau", [1, 2, 5, 100])
-def test_the_weights_are_an_average_of_the_iterates_after_the_first(tau):
-    """θ_0 has no weight: one step is a step, and not no move at all."""
-    weights = [average_weight(step, tau) for step in range(tau + 1)]
-    assert weights[0] == 0
-    assert sum(weights) == pytest.approx(1)
-    assert weights[tau] == pytest.approx(2 / (tau + 1))
-
-
 def test_one_step_by_hand():
     offset, slope = torch.tensor([3.0, 4.0]), torch.tensor([1.0, -1.0])
     options = {"strong_convexity": 0.5, "hessian_lipschitz": 2.0}
@@ -116,9 +107,3 @@ def test_one_step_by_hand():
     torch.testing.assert_close(shorter, offset + 0.1 * (expected - offset))
     limit = torch.tensor([1.0, 20.0])
     assert inner_step(offset, slope, 2, **options, bounds=(-limit, limit)).tolist() == [-1, -15]
-
-
-def test_its_arguments_stay_as_they_were():
-    offset, slope = torch.ones(2), torch.ones(2)
-    inner_step(offset, slope, 0, strong_convexity=1.0, hessian_lipschitz=1.0)
-    assert torch.equal(offset, torch.ones(2)) and torch.equal(slope, torch.ones(2))

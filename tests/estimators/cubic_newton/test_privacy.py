@@ -80,17 +80,6 @@ def test_calibrated_noise_spends_the_budget_and_no_more(fit, fresh, schedule):
     assert fit.privacy.steps == 4
 
 
-def test_the_charge_is_on_the_disk_before_the_first_record_is_used_and_once_for_a_round(
-    fit, monkeypatch
-):
-    charges: list[int] = []
-    monkeypatch.setattr(
-        Ledger, "charge", lambda self, event: charges.append(fit.model.count_passes()), raising=True
-    )
-    fit(CubicNewton(0.5, 1.0, 3), noise_multiplier=1.0, trainer={"max_steps": 3})
-    assert charges == [0, 3, 6]
-
-
 # -- answers of the coordinates that are asked for ----------------------------------------------
 
 
@@ -109,13 +98,6 @@ def test_an_answer_of_another_length_than_the_coordinates_is_refused():
     query = machine.ask(PARAMS)
     with pytest.raises(RuntimeError, match="3 entries, the query asked for 2"):
         machine.answer(BoundedSum(torch.zeros(3), query.clip_norm))
-
-
-def test_an_empty_batch_is_a_round_of_pure_noise():
-    machine = mechanism(CubicNewton(0.5, 0.0, 3, keep=2), 1.0)
-    machine.ask(PARAMS)
-    estimate = machine.tell(PARAMS, lambda: None)
-    assert torch.count_nonzero(estimate) == 2
 
 
 # -- sensitivity ---------------------------------------------------------------------------------
@@ -201,7 +183,7 @@ def test_one_record_moves_each_inner_query_by_at_most_its_bound(make_trainer, ke
     newton = CubicNewton(1.0, 1.0, 2, max_grad_norm=0.7, max_hessian_norm=0.3, keep=keep)
     size = sum(param.numel() for param in net().parameters())
     generator = torch.Generator().manual_seed(5)
-    entries = newton.kept(size)
+    entries = newton.query_size(size)
     offsets = tuple(
         scale * torch.randn(entries, generator=generator, dtype=torch.float64)
         for scale in (0.0, 1e-3, 1.0, 50.0)

@@ -197,13 +197,6 @@ def test_random_coordinates_reach_the_optimum_as_well(fit, optimum):
 # -- who moves, and when -------------------------------------------------------------------------
 
 
-def test_only_the_coordinates_of_the_round_move(fit):
-    estimator = newton(keep=2)
-    fit(estimator, noise_multiplier=1.0, seed=SEED, trainer={"max_steps": 1})
-    moved = np.flatnonzero(fit.model.flat.numpy() - fit.start)
-    assert moved.tolist() == estimator.coordinates(0, SIZE).tolist()
-
-
 @pytest.mark.parametrize("fresh", [False, True])
 def test_validation_sees_the_averaged_iterate_of_whole_rounds(fit, twin, fresh):
     estimator = newton(fresh_batches=fresh)

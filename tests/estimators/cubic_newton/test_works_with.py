@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
-import torchmetrics
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import Checks, CubicNewton, FullBatch
-from lightning_dp.callbacks import DifferentialPrivacy
 from tests.zoo import private
 
 
@@ -65,73 +62,7 @@ def test_what_is_saved_inside_a_round_are_released_values(fit, tmp_path):
     assert set(state) == {"round", "inner", "offset", "distance", "average"}
 
 
-def test_other_options_are_another_run(fit, tmp_path):
-    saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
-    options = {"noise_multiplier": 1.0, "trainer": {"max_epochs": 2}}
-    fit(CubicNewton(0.7, 1.5, 3), callbacks=(saving,), **options)
-    with pytest.raises(ValueError, match=r"estimator differs.*inner_steps=3.*inner_steps=4"):
-        fit(CubicNewton(0.7, 1.5, 4), ckpt_path=tmp_path / "step=4.ckpt", **options)
-
-
 # -- further passes leave no trace ---------------------------------------------------------------
-
-
-def test_dropout_is_the_same_in_all_passes_and_records_count_once(classifier, blobs, make_trainer):
-    seen: list[tuple[int, Tensor]] = []  # in a closure, which no snapshot holds
-
-    class Counting(classifier):  # type: ignore[misc, valid-type]
-        def __init__(self) -> None:
-            torch.manual_seed(0)
-            net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
-            super().__init__(net, plain_sgd)
-            self.accuracy = torchmetrics.classification.MulticlassAccuracy(3)
-            self.seen: list[int] = []
-            self.net[1].register_forward_hook(
-                lambda m, i, o: seen.append((self.at, (o != 0) | (i[0] == 0)))
-            )
-            self.at = 0
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.at = batch_idx
-            loss = super().training_step(batch, batch_idx)
-            self.accuracy(torch.zeros(len(batch[1]), 3), batch[1])
-            self.log("accuracy", self.accuracy, on_step=True)
-            return loss
-
-        def on_train_epoch_end(self, *_: Any) -> None:
-            self.seen.append(int(self.accuracy.tp.sum() + self.accuracy.fn.sum()))
-
-    model = Counting()
-    privacy = private(estimator=CubicNewton(1.0, 1.0, 3), sampling=FullBatch())
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
-    trainer.fit(model, DataLoader(blobs, 80))
-
-    masks: dict[int, list[Tensor]] = {}
-    for chunk, mask in seen:
-        masks.setdefault(chunk, []).append(mask)
-    assert [len(each) for each in masks.values()] == [3, 3, 3]  # chunks, passes
-    for each in masks.values():
-        assert torch.equal(each[0], each[1]) and torch.equal(each[0], each[2])
-    assert not torch.equal(masks[0][0], masks[1][0])
-    assert model.seen == [240]
-    fitted = trainer.strategy._fit
-    assert fitted is None or not fitted.step._batch.answered
-
-
-def test_the_chunks_of_a_batch_are_forgotten_after_its_round(fit):
-    class Look(L.Callback):
-        kept: ClassVar[list[int]] = []
-
-        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            self.kept.append(len(trainer.strategy._fit.step._batch.answered))
-
-    trainer = {"max_epochs": 1, "accumulate_grad_batches": 3}
-    options = {"noise_multiplier": 1.0, "batch_size": 8, "trainer": trainer}
-    fit(CubicNewton(0.5, 1.0, 3), callbacks=(Look(),), **options)
-    assert len(Look.kept) == 6 and Look.kept[2::3] == [0, 0] and max(Look.kept) <= 2
-    Look.kept.clear()
-    fit(CubicNewton(0.5, 1.0, 3, fresh_batches=True), callbacks=(Look(),), **options)
-    assert not any(Look.kept)
 
 
 @pytest.mark.filterwarnings("ignore:A batch was charged")
@@ -169,25 +100,6 @@ def test_chunks_of_a_batch_that_was_never_released_are_not_in_the_next_round(
     assert privacy.steps == 2
 
 
-@pytest.mark.parametrize("keep_fraction", [None, 0.3])
-def test_bfloat16_autocast(classifier, mlp, blobs, make_trainer, keep_fraction):
-    results = []
-    for precision in ("32-true", "bf16-mixed"):
-        model = classifier(mlp(), plain_sgd)
-        privacy = private(
-            noise_multiplier=0.0,
-            sampling=FullBatch(),
-            estimator=CubicNewton(2.0, 1.0, 4, 10.0, 10.0, keep_fraction=keep_fraction),
-        )
-        options = {"max_epochs": 3, "precision": precision}
-        make_trainer(callbacks=[privacy], **options).fit(model, DataLoader(blobs, 240))
-        results.append(nn.utils.parameters_to_vector(model.parameters()).detach())
-    start = nn.utils.parameters_to_vector(mlp().parameters()).detach()
-    fine, rough = results
-    assert (fine - start).norm() > 0.3
-    assert (fine - rough).norm() < 0.05 * (fine - start).norm()
-
-
 def test_engines_agree(classifier, mlp, blobs, make_trainer):
     results = []
     for engine in ("bookkeeping", "auto"):
@@ -197,60 +109,6 @@ def test_engines_agree(classifier, mlp, blobs, make_trainer):
         trainer.fit(model, DataLoader(blobs, 24))
         results.append(nn.utils.parameters_to_vector(model.parameters()).detach())
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-4)
-
-
-# -- what is printed, and the command line -------------------------------------------------------
-
-
-def test_the_report_says_how_the_queries_of_a_round_were_booked(fit):
-    estimator = CubicNewton(0.5, 1.0, 4, box=0.5)
-    text = str(fit(estimator, noise_multiplier=1.0, trainer={"max_epochs": 1}).privacy.report())
-    assert "estimator: CubicNewton(strong_convexity=0.5, hessian_lipschitz=1.0" in text
-    assert "queries: 4 on the batch of each step, charged together" in text
-    assert "4 steps" in text
-    fresh = CubicNewton(0.5, 1.0, 4, fresh_batches=True)
-    text = str(fit(fresh, noise_multiplier=1.0, trainer={"max_epochs": 1}).privacy.report())
-    assert "queries:" not in text and "fresh_batches=True" in text
-
-
-class CLIModel(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(5, 3)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return nn.functional.cross_entropy(self.net(x), y)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return plain_sgd(self.parameters())
-
-
-class CLIData(L.LightningDataModule):
-    def train_dataloader(self) -> DataLoader[Any]:
-        generator = torch.Generator().manual_seed(0)
-        x, y = torch.randn(60, 5, generator=generator), torch.arange(60) % 3
-        return DataLoader(TensorDataset(x, y), batch_size=12)
-
-
-def test_the_command_line_configures_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    newton = {"strong_convexity": 0.5, "hessian_lipschitz": 1.0, "inner_steps": 3, "keep": 4}
-    arguments = {
-        "target_epsilon": 2.0,
-        "target_delta": 1e-5,
-        "estimator": {"class_path": "lightning_dp.estimators.CubicNewton", "init_args": newton},
-    }
-    callback = {"class_path": "lightning_dp.callbacks.DifferentialPrivacy", "init_args": arguments}
-    trainer = {
-        "accelerator": "cpu", "devices": 1, "max_epochs": 2, "logger": False,
-        "enable_checkpointing": False, "enable_progress_bar": False,
-        "enable_model_summary": False, "default_root_dir": str(tmp_path), "callbacks": [callback],
-    }  # fmt: skip
-    cli = LightningCLI(CLIModel, CLIData, args={"fit": {"trainer": trainer}, "subcommand": "fit"})
-    (privacy,) = [c for c in cli.trainer.callbacks if isinstance(c, DifferentialPrivacy)]
-    assert privacy.report().mechanism["estimator"] == repr(CubicNewton(0.5, 1.0, 3, keep=4))
-    assert 0.99 * 2.0 < privacy.epsilon <= 2.0 and privacy.steps == 10
 
 
 # -- size ----------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import Poisson
 from lightning_dp.schedules import Constant, Exponential
-from tests.zoo import private
 
 DELTA = 1e-5
 RECORDS = 60
@@ -55,14 +54,6 @@ def test_exact_noise(row, relation):
         expected = row[3:5]
     # The table's split counts the restarts of 2000 steps; ours those of whole intervals.
     assert pair == pytest.approx(expected, rel=0.012)
-
-
-@pytest.mark.parametrize("split", [1.25, 2.0, 7.0])
-def test_the_split_is_what_it_says(split):
-    """1/u of Σ 1/z² is for the restarts, of which there is one in T steps."""
-    diff2 = Diff2(10, split=split)
-    shares = [diff2.relative_noise(step) ** -2 for step in range(10)]
-    assert shares[0] / sum(shares) == pytest.approx(1 / split)
 
 
 @pytest.mark.parametrize(("interval", "length"), [(20, 0.01), (20, 0.5), (200, 0.1)])
@@ -226,15 +217,6 @@ def test_steps_that_ask_nothing_make_no_room_for_dear_ones(fit):
     assert fit.privacy.epsilon <= options["target_epsilon"]
 
 
-def test_a_step_that_asks_nothing_keeps_the_estimate():
-    diff2, params = Diff2(5), [torch.ones(3)]
-    state = diff2.init(params)
-    estimate, state = diff2.tell(state, params, 0, Release(torch.tensor([1.0, 2.0, 3.0]), 0.1))
-    assert diff2.ask(state, params, 1, 1.0) is None
-    again, _ = diff2.tell(state, params, 1, Release(torch.zeros(3), 0.0))
-    assert torch.equal(again, estimate)
-
-
 def test_unasked_steps_are_in_the_checkpoint():
     def make() -> Mechanism:
         ledger = Ledger()
@@ -257,19 +239,6 @@ def test_unasked_steps_are_in_the_checkpoint():
 
 
 # -- stability -----------------------------------------------------------------------------------
-
-
-def feedback_of_one_difference(z: float, learning_rate: float, diff2: Diff2) -> float:
-    """Noise that T such differences add, over the length of v; B = 50."""
-    v = torch.tensor([3.0, 4.0])
-    radius = diff2.diff_norm * learning_rate * float(v.norm())
-    return z * radius / 50 * math.sqrt(2 * diff2.restart_every) / float(v.norm())
-
-
-def test_feedback_is_noise_over_signal():
-    diff2 = Diff2(10, diff_norm=3.0)
-    factor = diff2.feedback(0.2, noise_multiplier=7.0, batch_size=50, size=2)
-    assert factor == pytest.approx(feedback_of_one_difference(7.0, 0.2, diff2))
 
 
 @pytest.mark.filterwarnings("always")
@@ -359,8 +328,3 @@ def test_the_two_gradients_are_weighted_one_and_minus_one():
     assert [term.weight for term in query.terms] == [1.0, -1.0]
     assert query.terms[0].point is None and query.terms[1].point is point
     assert query.clip_norm == 2.0 * 5.0
-
-
-def test_callback_takes_it_by_name():
-    privacy = private(target_epsilon=3.0, estimator=Diff2(10), sampling=FullBatch())
-    assert "Diff2(restart_every=10" in str(privacy.report())

@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-import torchmetrics
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
 
 from lightning_dp import Checks, FullBatch, Momentum
 from lightning_dp.callbacks import DifferentialPrivacy
@@ -34,39 +31,6 @@ def private(**options: Any) -> DifferentialPrivacy:
     )
 
 
-def test_dropout_is_the_same_at_both_points_and_records_count_once(classifier, blobs, make_trainer):
-    masks: list[Tensor] = []  # outside of the module, whose second passes leave no trace in it
-
-    class Counting(classifier):  # type: ignore[misc, valid-type]
-        def __init__(self) -> None:
-            torch.manual_seed(0)
-            super().__init__(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)))
-            self.accuracy = torchmetrics.classification.MulticlassAccuracy(3)
-            self.seen: list[int] = []
-            self.net[1].register_forward_hook(lambda m, i, o: masks.append((o != 0) | (i[0] == 0)))
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            self.accuracy(torch.zeros(len(batch[1]), 3), batch[1])
-            self.log("accuracy", self.accuracy, on_step=True)
-            self.log("train_loss", loss)
-            return loss
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.seen.append(int(self.accuracy.tp.sum() + self.accuracy.fn.sum()))
-
-    model = Counting()
-    privacy = private()  # checks, which are off in it, would be seen by the hook, too
-    make_trainer(max_epochs=6, callbacks=[privacy]).fit(model, DataLoader(blobs, 240))
-
-    # Steps 0 and 3 look once, the others twice.
-    assert len(masks) == 10
-    for first, second in ((1, 2), (3, 4), (6, 7), (8, 9)):
-        assert torch.equal(masks[first], masks[second])
-    assert not torch.equal(masks[0], masks[1]) and not torch.equal(masks[4], masks[5])
-    assert model.seen == [240] * 6
-
-
 def test_noise_schedule_and_momentum_compose_with_it(classifier, mlp, blobs, make_trainer):
     """z_t is the schedule's times the kind of step's; momentum averages the estimates."""
     privacy = private(noise_schedule=Exponential(rate=0.5), postprocessing=[Momentum(0.9)])
@@ -76,85 +40,6 @@ def test_noise_schedule_and_momentum_compose_with_it(classifier, mlp, blobs, mak
     shape = [torch.tensor(-0.5 * t).double().exp().item() for t in range(4)]
     expected = [shape[0], ratio * shape[1], ratio * shape[2], shape[3]]
     assert charged == pytest.approx(expected, rel=1e-6)
-
-
-def test_averaged_iterates_are_lightnings_own_callback(classifier, mlp, blobs, make_trainer):
-    """The mean of the iterates, a function of released values: private as they are."""
-    model = classifier(mlp())
-    iterates: list[Tensor] = []
-
-    class Keep(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            result = super().step(closure)
-            iterates.append(nn.utils.parameters_to_vector(model.parameters()).detach().clone())
-            return result
-
-    model.make_optimizer = lambda params: Keep(params, lr=0.1)
-    trainer = make_trainer(max_epochs=5, callbacks=[private(), WeightAveraging()])
-    trainer.fit(model, DataLoader(blobs, 240))
-    final = nn.utils.parameters_to_vector(model.parameters()).detach()
-    torch.testing.assert_close(final, torch.stack(iterates).mean(0), rtol=0, atol=1e-6)
-
-
-def test_bfloat16_autocast(classifier, mlp, blobs, make_trainer):
-    privacy = private(noise_multiplier=0.0)
-    model, exact = classifier(mlp()), classifier(mlp())
-    options = {"max_epochs": 5}
-    make_trainer(callbacks=[privacy], precision="bf16-mixed", **options).fit(
-        model, DataLoader(blobs, 240)
-    )
-    make_trainer(callbacks=[private(noise_multiplier=0.0)], **options).fit(
-        exact, DataLoader(blobs, 240)
-    )
-    for rough, fine in zip(model.parameters(), exact.parameters(), strict=True):
-        torch.testing.assert_close(rough, fine, rtol=0, atol=0.02)
-
-
-# -- the second pass of a difference leaves no trace in the user's module ------------------------
-
-
-class Counts(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 4)
-        self.register_buffer("in_place", torch.zeros(1))
-        self.register_buffer("assigned", torch.zeros(1))
-        self.plain, self.seen = 0, []
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        self.in_place += 1
-        self.assigned = self.assigned + 1
-        self.plain += 1
-        self.seen.append(batch_idx)
-        return nn.functional.cross_entropy(self.layer(x), y)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_counters_count_steps(tmp_path):
-    model, data = Counts(), TensorDataset(torch.randn(256, 8), torch.randint(4, (256,)))
-    privacy = DifferentialPrivacy(
-        noise_multiplier=1e-3,
-        target_delta=1e-5,
-        ledger_dir=tmp_path,
-        estimator=Diff2(restart_every=3),
-    )
-    trainer = L.Trainer(
-        max_steps=6,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[privacy],
-    )
-    trainer.fit(model, DataLoader(data, batch_size=32))
-    assert model.global_step == 6
-    assert (model.in_place.item(), model.assigned.item(), model.plain) == (6, 6, 6)
-    assert len(model.seen) == 6
 
 
 # -- a run with differences, resumed in any round, is the run that was not interrupted -----------
@@ -202,13 +87,6 @@ def test_the_noisy_estimate_is_carried_over(fit, tmp_path, step):
     resumed = fit(ckpt_path=path, **options(estimator, noise=1.0)).privacy
     assert resumed.steps == before.steps + STEPS - step  # both runs count
     assert resumed.epsilon > before.epsilon
-
-
-def test_another_interval_is_another_run(fit, tmp_path):
-    saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
-    fit(callbacks=(saving,), **options(Diff2(3)))
-    with pytest.raises(ValueError, match=r"estimator differs.*restart_every=3.*restart_every=4"):
-        fit(ckpt_path=tmp_path / "step=4.ckpt", **options(Diff2(4)))
 
 
 @pytest.mark.filterwarnings("ignore:Diff2. the noise")

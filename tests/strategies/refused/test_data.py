@@ -10,7 +10,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch import nn
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -141,12 +140,6 @@ def test_a_loader_that_cannot_be_sampled_is_refused(
     assert_refused(lambda: trainer.fit(model, make_loader(blobs)), match, model)
 
 
-@pytest.mark.parametrize(("shuffle", "drop_last"), [(True, False), (False, True)])
-def test_ordinary_loaders_are_not_refused(shuffle, drop_last, blobs, classifier, mlp, fit, privacy):
-    data = plain(blobs, shuffle=shuffle, drop_last=drop_last)
-    assert fit(classifier(mlp()), privacy, data, max_steps=2).global_step == privacy.steps == 2
-
-
 REPEATS = {
     "Subset": (lambda data: Subset(data, [*range(1, 160), *[0] * 80]), "Index 0 .* 80 times"),
     "ConcatDataset": (
@@ -260,48 +253,6 @@ def test_no_hook_of_a_fit_gets_a_batch(hook, data, classifier, mlp, make_trainer
     assert asks.read == 0
 
 
-def test_workers_do_not_read_ahead_for_whoever_is_refused(
-    data, classifier, mlp, make_trainer, unprobed
-):
-    loader = DataLoader(data, 24, num_workers=1, multiprocessing_context="fork")
-    asks = Asks("on_train_start", ASKERS["next"], data)
-    trainer = make_trainer(max_epochs=1, callbacks=[unprobed, asks])
-
-    with pytest.raises(Exception, match="from the Trainer's training loader"):
-        trainer.fit(classifier(mlp()), loader)
-
-    assert trainer.train_dataloader._iterator is None
-
-
-class Centred(L.LightningModule):
-    """Deep SVDD: the centre is the mean output on the training set."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-        self.register_buffer("centre", torch.zeros(3))
-
-    def on_train_start(self) -> None:
-        outputs = [self.net(x) for x, _ in self.trainer.train_dataloader]
-        self.centre = torch.cat(outputs).mean(0)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return (self.net(batch[0]) - self.centre).square().sum(1).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_a_centre_of_the_training_set_is_refused(
-    loader, mlp, make_trainer, privacy, assert_refused
-):
-    model, trainer = Centred(mlp()), make_trainer(max_epochs=1, callbacks=[privacy])
-
-    assert_refused(
-        lambda: trainer.fit(model, loader), r"on_train_start reads .*\(a centre, statistics", model
-    )
-
-
 def test_the_loader_is_refused_after_the_fit_too(data, classifier, mlp, make_trainer, unprobed):
     model, trainer = classifier(mlp()), make_trainer(max_steps=2, callbacks=[unprobed])
     trainer.fit(model, DataLoader(data, 24))
@@ -317,41 +268,3 @@ def test_the_loader_is_refused_after_the_fit_too(data, classifier, mlp, make_tra
         with pytest.raises(Exception, match=r"from the Trainer|PrivateDataLoader"):
             use()
     assert data.asked == []
-
-
-def test_asking_how_long_it_is_is_no_use_of_records(
-    loader, classifier, mlp, make_trainer, unprobed
-):
-    lengths = []
-
-    class Looks(L.Callback):
-        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            iter(trainer.train_dataloader)
-            lengths.append(len(trainer.train_dataloader))
-
-    make_trainer(max_steps=3, callbacks=[unprobed, Looks()]).fit(classifier(mlp()), loader)
-
-    assert lengths == [10] and unprobed.steps == 3
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"reload_dataloaders_every_n_epochs": 1},
-        {"val_check_interval": 3},
-        {"accumulate_grad_batches": 3, "limit_train_batches": 7},
-        {"profiler": "simple"},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_fit_loop_itself_is_always_served(
-    options, workers, blobs, classifier, mlp, fit, unprobed
-):
-    some = {"num_workers": 1, "multiprocessing_context": "fork", "persistent_workers": True}
-    train = DataLoader(blobs, 24, **(some if workers else {}))
-
-    held_out = DataLoader(blobs, 240)
-    trainer = fit(classifier(mlp()), unprobed, train, validate=held_out, max_epochs=2, **options)
-
-    assert unprobed.steps == trainer.global_step == (6 if "limit_train_batches" in options else 20)

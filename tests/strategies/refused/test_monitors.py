@@ -123,24 +123,6 @@ def test_with_validation_it_is_refused_when_its_metric_turns_out_to_be_of_traini
     assert_refused(lambda: fit(model), REFUSED, model, charged, released, gradient_left=True)
 
 
-@pytest.mark.parametrize("monitor", ["loss_step", "loss_epoch"])
-def test_the_names_of_a_forked_metric_are_known(monitor, fit, assert_refused):
-    model = Logs(monitor=monitor, on_step=True, on_epoch=True)
-
-    assert_refused(lambda: fit(model), REFUSED, model, charged=1)
-
-
-def test_a_metric_object_of_training_is_refused(fit, assert_refused):
-    class Counted(Logs):
-        def _log(self, *_: Any, **__: Any) -> None:
-            self.metric(self.loss)
-            self.log("mean", self.metric)
-
-    model = Counted(monitor="mean")
-
-    assert_refused(lambda: fit(model), REFUSED, model, charged=1)
-
-
 def test_a_metric_that_a_callback_logs_is_refused(fit, assert_refused):
     class Norm(L.Callback):
         def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -255,51 +237,6 @@ def test_a_callback_that_acts_on_a_metric_of_training_warns_once_and_is_in_the_r
     for report in (privacy.report(), read_report(path)):
         (entry,) = (text for text in report.not_covered if name in text)
         assert re.search("scores are saved in checkpoints, without noise", entry)
-
-
-def test_every_checkpoint_with_such_a_score_says_so(fit, tmp_path):
-    saving = ModelCheckpoint(tmp_path / "a", monitor="loss", save_top_k=-1, every_n_train_steps=1)
-    fit(Logs(), saving)
-
-    for path in (tmp_path / "a").iterdir():
-        content = torch.load(path, weights_only=True)
-        assert "monitor='loss'" in " ".join(content["lightning_dp"]["report"]["not_covered"])
-
-
-def test_a_file_name_with_a_metric_of_training_warns(fit, privacy, tmp_path):
-    (said,) = fit(Logs(), ModelCheckpoint(tmp_path / "a", filename="{epoch}-{loss:.2f}"))
-
-    assert "ModelCheckpoint(filename='{epoch}-{loss:.2f}')" in said and "in file names" in said
-    assert any("file names" in text for text in privacy.report().not_covered)
-
-
-def test_callbacks_that_act_on_other_metrics_do_not_warn(fit, privacy, tmp_path):
-    before = private().report().not_covered
-    callbacks = [
-        ModelCheckpoint(tmp_path / "1", monitor="val_loss", filename="{epoch}-{val_loss:.2f}"),
-        ModelCheckpoint(tmp_path / "2", monitor="step", mode="max"),
-        ModelCheckpoint(tmp_path / "3", monitor="privacy/epsilon", mode="max"),
-        ModelCheckpoint(tmp_path / "4", filename="{epoch}-{step}"),
-        EarlyStopping("val_loss"),
-        EarlyStopping("privacy/epsilon", mode="max"),
-    ]
-
-    assert fit(Logs(), *callbacks) == []
-    assert privacy.report().not_covered == before
-
-
-def test_a_run_that_monitors_its_training_resumes(fit, loader, make_trainer, tmp_path):
-    saving = ModelCheckpoint(tmp_path / "a", monitor="loss", every_n_train_steps=2)
-    fit(Logs(), saving)
-
-    callbacks = [private(), ModelCheckpoint(tmp_path / "a", monitor="loss", every_n_train_steps=2)]
-    options = {"limit_train_batches": 3, "enable_checkpointing": True}
-    trainer = make_trainer(max_epochs=3, callbacks=callbacks, **options)
-    with pytest.warns(PrivacyWarning, match="ModelCheckpoint"):
-        trainer.fit(Logs(), loader, ckpt_path=saving.best_model_path)
-
-    assert trainer.global_step == 9
-    assert callbacks[1].best_model_score <= saving.best_model_score
 
 
 def test_what_a_saved_metric_counted_is_named_in_the_report(fit, privacy):

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_dp.gradients.layer_calls
 import lightning_dp.report.files
 import lightning_dp.strategies.strategy  # noqa: F401 (what a fit imports, once for all lives)
-from lightning_dp import Checks
+from lightning_dp import BandedNoise, Checks, CyclicPoisson
 from lightning_dp.callbacks import DifferentialPrivacy
 
 
@@ -39,6 +39,7 @@ class Round:
     step: int = -1  # in which optimizer step (0, 1, ...)
     accumulate: int = 1
     save_every: int = 3
+    is_cyclic: bool = False  # batches that depend on each other, in rounds of four
 
     def reached(self, place: str, step: int) -> None:
         """Die here, if this is the place."""
@@ -118,7 +119,10 @@ def train(round_: Round, resume: Path | None) -> None:
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(48, 6), torch.arange(48) % 3)
     quiet = {"checks": Checks(dry_run=False, comparisons=False)}
-    privacy = DifferentialPrivacy(target_epsilon=3.0, target_delta=1e-5, **quiet)
+    noise: dict[str, Any] = {"target_epsilon": 3.0}
+    if round_.is_cyclic:
+        noise = {"noise_multiplier": 2.0, "sampling": CyclicPoisson(4), "noise": BandedNoise(4)}
+    privacy = DifferentialPrivacy(target_delta=1e-5, **noise, **quiet)
     saving = ModelCheckpoint(
         round_.path, "{step}", save_top_k=-1, every_n_train_steps=round_.save_every
     )
@@ -206,7 +210,8 @@ def main() -> None:
         log = round_.path / "optimizer.log"
         (round_.path / "optimizer_after_kill.log").write_bytes(log.read_bytes())
         last = max(round_.path.glob("step=*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))
-        in_new_process(Round(round_.folder, accumulate=round_.accumulate), last)
+        again = {"accumulate": round_.accumulate, "is_cyclic": round_.is_cyclic}
+        in_new_process(Round(round_.folder, **again), last)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,8 @@ def rounds(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     chosen = {name: what for name, what in ROUNDS.items() if name in names}
     arguments = [{"folder": str(folder / name), **what} for name, what in chosen.items()]
     arguments.append({"folder": str(folder / "disk full"), "place": "disk full", "step": 7})
+    cyclic = {"place": "optimizer after closure", "step": 6, "is_cyclic": True}
+    arguments.append({"folder": str(folder / "cyclic"), **cyclic})
     run_script(folder, arguments)
     return folder
 
@@ -122,6 +124,18 @@ def test_a_ledger_is_ahead_by_a_step_at_most_and_its_resume_charges_everything(r
 def test_checkpoints_of_a_killed_run_can_be_loaded(rounds):
     for path in rounds.rglob("*.ckpt"):
         torch.load(path, weights_only=True)
+
+
+def test_a_kill_between_charge_and_release_has_paid_for_the_round(rounds):
+    folder = rounds / "cyclic"
+    resumed = json.loads((folder / "resumed.json").read_text())
+    journal = Path(resumed["journal"])
+    assert optimizer_steps(folder / "optimizer_after_kill.log") == 6
+    events = [pair for run in read_journal(journal)[1].values() for pair in run]
+    assert charges(folder / "journal_after_kill") == 2  # rounds of four steps
+    assert [event.steps for event, n in events for _ in range(n)] == [4, 4, 4, 2]
+    assert resumed["global_step"] == PLANNED
+    assert resumed["epsilon"] == PLDAccountant().epsilon(events, 1e-5)
 
 
 def test_disk_that_is_full_ends_training_before_data_is_used(rounds):

@@ -255,12 +255,6 @@ def test_a_checkpoint_of_an_older_version_needs_a_bound_from_its_user(tmp_path):
     assert sweep_history(recover_journal(tmp_path / "a.ckpt", tmp_path / "new", 0))
 
 
-@pytest.mark.parametrize("lost", [True, "5", 2.5, float("nan"), float("inf"), -1, None, 10**9])
-def test_what_is_no_number_of_steps_is_refused(tmp_path, lost):
-    with pytest.raises(ValueError, match="unrecorded_steps="):
-        recover_journal(tmp_path / "nowhere.ckpt", tmp_path, lost)
-
-
 @pytest.mark.parametrize("folder", ["s3://bucket/privacy", "", "a\0b"])
 def test_a_folder_that_is_none_is_refused(tmp_path, folder):
     steps = Steps(tmp_path / "old")

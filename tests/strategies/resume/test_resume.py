@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
@@ -22,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import FullBatch, Momentum
 from lightning_dp.accounting import PLDAccountant
-from lightning_dp.accounting.events import Gaussian, PoissonGaussian
+from lightning_dp.accounting.events import PoissonGaussian
 from lightning_dp.schedules import Exponential
 from tests.zoo import WholeSet, flat, private
 
@@ -333,14 +332,6 @@ def test_noise_schedule_continues_at_the_right_step(fit, tmp_path):
     assert resumed.privacy.noise_multiplier == pytest.approx(4.0 * math.exp(-rate * 5))
 
 
-def test_schedule_of_an_older_checkpoint_repeats_its_steps_in_the_ledger(fit, save_at, tmp_path):
-    privacy = {"noise_multiplier": 4.0, "noise_schedule": Exponential(0.1), "sampling": WholeSet()}
-    fit(privacy=privacy, callbacks=(save_at(tmp_path / "old.ckpt", 0, 2),), max_steps=5)
-    resumed = fit(tmp_path / "old.ckpt", privacy=privacy, max_steps=5)
-    expected = Counter(Gaussian(4.0 * math.exp(-0.1 * t)) for t in [0, 1, 2, 3, 4, 3, 4])
-    assert Counter(dict(resumed.ledger.history())) == expected
-
-
 def test_calibrated_noise_is_kept_and_spends_exactly_the_rest(fit, tmp_path):
     privacy = {"noise_multiplier": None, "target_epsilon": 3.0}
     saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
@@ -400,29 +391,6 @@ def test_limited_epochs_resume_at_their_end_and_middle(
         assert resumed.probe.optimizer_steps == steps - known
 
 
-def test_epoch_end_checkpoint_of_limited_epochs_resumes(fit, tmp_path):
-    saving = ModelCheckpoint(tmp_path, filename="e", save_on_train_epoch_end=True)
-    options = {"limit_train_batches": 5}
-    fit(max_epochs=1, callbacks=(saving,), **options)
-    resumed = fit(tmp_path / "e.ckpt", max_epochs=2, **options)
-    assert (resumed.probe.optimizer_steps, resumed.privacy.steps) == (5, 10)
-
-
-def test_checkpoint_of_a_validation_inside_an_accumulation_window_resumes(fit, tmp_path):
-    class Validated(fit.classifier):  # type: ignore[misc, name-defined]
-        def val_dataloader(self) -> Any:
-            return fit.loader()
-
-    fit.classifier = Validated
-    saving = ModelCheckpoint(tmp_path, filename="{epoch}-{step}", save_top_k=-1, monitor="val_loss")
-    options = {"val_check_interval": 4, "accumulate_grad_batches": 3}
-    fit(callbacks=(saving,), **options)
-    resumed = fit(tmp_path / "epoch=1-step=5.ckpt", **options)
-    assert resumed.trainer.global_step == 8
-    assert resumed.probe.optimizer_steps == 3
-    assert resumed.privacy.steps == 8 + 3
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_checkpoint_of_an_exception_inside_a_step_resumes(fit, tmp_path, accumulate):
     callbacks = (OnExceptionCheckpoint(tmp_path, "crash"), CrashAt(3))
@@ -458,39 +426,6 @@ def test_manual_optimization_resumes(fit, save_at, tmp_path):
     resumed = fit(tmp_path / "mid.ckpt")
     assert resumed.trainer.global_step == 24
     assert resumed.privacy.steps == 24 + 8
-
-
-def test_a_number_written_otherwise_resumes(fit, save_at, tmp_path):
-    """YAML says 1 where Python says 1.0."""
-    was = {
-        "max_grad_norm": 1,
-        "noise_multiplier": 1,
-        "noise_schedule": Exponential(0),
-        "postprocessing": [Momentum(0)],
-    }
-    now = {
-        "max_grad_norm": np.float64(1.0),
-        "noise_multiplier": 1.0,
-        "noise_schedule": Exponential(np.float32(0.0)),
-        "postprocessing": (Momentum(0.0),),
-    }
-    fit(privacy=was, callbacks=(save_at(tmp_path / "a.ckpt", 0, 3),), max_steps=5)
-    assert fit(tmp_path / "a.ckpt", privacy=now, max_steps=6).trainer.global_step == 6
-
-
-def test_last_checkpoint_is_found_by_name(fit, tmp_path):
-    for steps in (7, 15):
-        saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
-        fitted = fit("last", callbacks=(saving,), max_steps=steps)
-        assert fitted.privacy.steps == fitted.trainer.global_step == steps
-
-
-def test_resume_with_loaders_that_are_reloaded_every_epoch(fit, save_at, tmp_path):
-    options = {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3}
-    fit(callbacks=(save_at(tmp_path / "mid.ckpt", 1, 4),), **options)
-    resumed = fit(tmp_path / "mid.ckpt", **options)
-    assert resumed.probe.optimizer_steps == 36 - 17
-    assert resumed.privacy.steps == 36 + 19
 
 
 def test_same_trainer_goes_back_to_an_older_checkpoint(fit, save_at, tmp_path):

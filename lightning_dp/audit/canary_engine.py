@@ -20,9 +20,9 @@ from lightning_dp.functional import number_of_entries
 from lightning_dp.gradients import AbstractGradientEngine
 from lightning_dp.gradients.base import AbstractPerSampleGradients
 
-__all__ = ["Canaries", "CanaryData", "CanaryEngine", "WatchedEstimator"]
+__all__ = ["Canaries", "CanaryData", "CanaryEngine", "CanaryEstimator"]
 
-_STRENGTH = 10.0  # the length of a canary's gradient, in clip norms: without clipping it shows
+_STRENGTH = 10.0  # the norm of a canary's gradient, in clip norms: without clipping it shows
 
 
 class Canaries:
@@ -83,15 +83,15 @@ class Canaries:
         length = self.sign * _STRENGTH * self.clip_norm * (1.0 if self.passes % 2 else -1.0)
         values = torch.from_numpy(length * self.included[numbers].astype(np.float64))
         places = self.coordinates[numbers]
-        return _Planted(gradients, torch.tensor(rows), places, values, self.coordinates)
+        return _CanaryGradients(gradients, torch.tensor(rows), places, values, self.coordinates)
 
     def observe(self, release: Tensor) -> None:
-        """Keep what a noised sum says of each canary."""
+        """Record the noised sum's entry of each canary."""
         values = release.detach().cpu()[self.coordinates].double().numpy()
         self.seen.append(values * (self.sign / self.clip_norm))
 
 
-class _Planted(AbstractPerSampleGradients):
+class _CanaryGradients(AbstractPerSampleGradients):
     """Gradients of which some rows are replaced by one entry each.
 
     Other records are silent at the coordinates of all canaries: an attacker who knows them would
@@ -128,14 +128,14 @@ class _Planted(AbstractPerSampleGradients):
 
     def combine(
         self, weight: float, others: Sequence[tuple[float, AbstractPerSampleGradients]]
-    ) -> _Planted:
+    ) -> _CanaryGradients:
         values, inner = weight * self._values, []
         for other_weight, other in others:
-            assert isinstance(other, _Planted)
+            assert isinstance(other, _CanaryGradients)
             values = values + other_weight * other._values
             inner.append((other_weight, other._others))
         combined = self._others.combine(weight, inner)
-        return _Planted(combined, self._rows, self._coordinates, values, self._silent)
+        return _CanaryGradients(combined, self._rows, self._coordinates, values, self._silent)
 
 
 class CanaryEngine(AbstractGradientEngine):
@@ -174,8 +174,8 @@ class CanaryEngine(AbstractGradientEngine):
         self._engine.detach()
 
 
-class WatchedEstimator(AbstractEstimator):
-    """The user's estimator; what it is told, which is public, is also shown to the canaries.
+class CanaryEstimator(AbstractEstimator):
+    """The user's estimator, whose releases the canaries observe.
 
     Args:
         estimator: asks one query per step, on all coordinates.

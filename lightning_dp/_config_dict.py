@@ -17,14 +17,14 @@ from typing import Any, SupportsFloat, TypeAlias, cast
 
 from lightning_dp._refusals import RefusedSetting
 
-__all__ = ["Data", "check_same", "described", "refuse_unknown"]
+__all__ = ["Data", "check_same", "config_dict", "refuse_unknown"]
 
 Data: TypeAlias = Any  # None, bool, int, float, str, and lists and dicts of them
 
 _CLASS = "class"
 
 
-def described(value: object) -> Data:
+def config_dict(value: object) -> Data:
     """Return a value as plain data.
 
     Dataclasses are described by their fields that count for ``==``, other objects by their
@@ -32,13 +32,13 @@ def described(value: object) -> Data:
 
     Example:
         >>> from lightning_dp.schedules import Exponential
-        >>> described([Exponential(0.5), 3.0])
+        >>> config_dict([Exponential(0.5), 3.0])
         [{'class': 'Exponential', 'rate': 0.5}, 3.0]
     """
-    return _described(value, ())
+    return _as_data(value, ())
 
 
-def _described(value: object, within: tuple[object, ...]) -> Data:
+def _as_data(value: object, within: tuple[object, ...]) -> Data:
     """Describe a value; ``within``: the objects that it is a part of."""
     if value is None or isinstance(value, bool | str):
         return value
@@ -47,11 +47,11 @@ def _described(value: object, within: tuple[object, ...]) -> Data:
     if isinstance(value, numbers.Real):
         return float(cast(SupportsFloat, value))
     if isinstance(value, Mapping):
-        return {_key(name): _described(item, within) for name, item in value.items()}
+        return {_key(name): _as_data(item, within) for name, item in value.items()}
     if isinstance(value, Set):
-        return sorted((_described(item, within) for item in value), key=repr)
+        return sorted((_as_data(item, within) for item in value), key=repr)
     if isinstance(value, Sequence) and not isinstance(value, bytes):
-        return [_described(item, within) for item in value]
+        return [_as_data(item, within) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return _object(value, within)
@@ -68,13 +68,13 @@ def _object(value: object, within: tuple[object, ...]) -> Data:
         return {**of, "name": value.name}
     if dataclasses.is_dataclass(value):
         fields = {field.name: _get(value, field) for field in _fields(value)}
-        return {**of, **_described(fields, (*within, value))}
+        return {**of, **_as_data(fields, (*within, value))}
     if hasattr(value, "tolist") and hasattr(value, "dtype"):  # an array or a tensor
-        values = described(value.tolist())
+        values = config_dict(value.tolist())
         is_vector = isinstance(values, list)
         return {**of, "dtype": str(value.dtype), "values": values} if is_vector else values
     if type(value).__repr__ is object.__repr__ and hasattr(value, "__dict__"):
-        return {**of, **_described(vars(value), (*within, value))}
+        return {**of, **_as_data(vars(value), (*within, value))}
     return {**of, "repr": repr(value)}
 
 
@@ -82,14 +82,14 @@ def _definition(value: Any) -> Data:
     """Return a class, a function or a method by its name."""
     owner = getattr(value, "__self__", None)
     if owner is not None and not isinstance(owner, type | types.ModuleType):
-        return {_CLASS: "method", "name": value.__name__, "of": described(owner)}
+        return {_CLASS: "method", "name": value.__name__, "of": config_dict(owner)}
     # Functions without a proper name have an address here: they equal nothing later.
     name = f"{value.__module__}.{value.__qualname__}"
     return repr(value) if "<lambda>" in name or "<locals>" in name else name
 
 
 def _key(name: object) -> str:
-    return name if isinstance(name, str) else repr(described(name))
+    return name if isinstance(name, str) else repr(config_dict(name))
 
 
 def _fields(value: Any) -> list[dataclasses.Field[Any]]:
@@ -114,11 +114,11 @@ def check_same(
     """
     refuse_unknown("its configuration", before, set(now))
     for name, value in now.items():
-        was = before[name] if name in before else described(default(name))
+        was = before[name] if name in before else config_dict(default(name))
         if not _is_same(was, value):
             raise RefusedSetting(
                 f"{name} differs from the checkpoint's: it was {_text(was)}, now "
-                f"{_text(described(value))}. A private run is continued with the configuration it "
+                f"{_text(config_dict(value))}. A private run is continued with the configuration it "
                 "was started with.",
                 topic="other-settings",
             )
@@ -132,13 +132,13 @@ def _is_same(was: Data, value: object) -> bool:
         fields = _fields(value)
         refuse_unknown(type(value).__qualname__, was, {_CLASS, *(f.name for f in fields)})
         return all(
-            _is_same(was[f.name] if f.name in was else described(_default(f)), _get(value, f))
+            _is_same(was[f.name] if f.name in was else config_dict(_default(f)), _get(value, f))
             for f in fields
         )
     if isinstance(value, list | tuple):
         same_length = isinstance(was, list) and len(was) == len(value)
         return same_length and all(map(_is_same, was, value))
-    return _is_equal(was, described(value))
+    return _is_equal(was, config_dict(value))
 
 
 def _get(value: object, field: dataclasses.Field[Any]) -> object:
@@ -164,7 +164,7 @@ def _is_equal(was: Data, now: Data) -> bool:
 
 
 def refuse_unknown(of: str, was: Mapping[str, Data], known: Set[str]) -> None:
-    """Refuse a field of a checkpoint that nobody here knows: it may change what was spent.
+    """Refuse an unknown field of a checkpoint: it may change what was spent.
 
     Raises:
         ValueError: naming the field and the version that can read it.
