@@ -93,7 +93,7 @@ FAULTS = (
     Fault("clip_norm_moves_the_other_way", "change = -self.rate", "* -1"),
     Fault("moved_clip_norm_not_saved", '"clip_norm": self.clip_norm', "and None"),
     Fault("released_norm_not_asked_for", "query = replace(query, clip_norm=self.clip_norm", "/ 2"),
-    Fault("loss_scale_of_the_mean", "1.0 if self._loss_scale == 1 else self._loss_scale", "/ rows"),
+    Fault("loss_scale_of_the_mean", "self._factor = self._loss_scale", "/ self._rows"),
     Fault("loss_scale_of_lightning", '{**vars(plugin), "scaler": None', "or plugin.scaler"),
     Fault("half_the_noise_subtracted", "return self.covariance[-1][-1]", "/ 2"),
     Fault("clip_after_the_sum", "finite_norms = norms", "* 0 + norms.mean()"),
@@ -192,6 +192,7 @@ FAULTS = (
     Fault("constant_losses_pass", "not bool((first.norms > _NOTHING).any())", "and False"),
     Fault("norms_not_judged", "before.norms.clamp(min=1.0)).sum().abs() * (n / k)", " * 0"),
     Fault("a_rule_that_reads_is_public", "return stops(_unreadable(reads))", " or True  #"),
+    Fault("callbacks_mix_records", "not (is_same or self._step.one_record)", "and False"),
     Fault("stops_by_state_are_public", "_put(now, self._ever, sign * _FAR", " * 0"),
     Fault(
         "weights_of_hooks_saved",
@@ -222,7 +223,7 @@ FAULTS = (
         "if not owners else Chunk(position + offset, len(records), first, rate, step, last, records)",
     ),
     Fault("all_rows_of_a_user_read", "if len(own) <= self.most_rows", "or True"),
-    Fault("sums_of_views_for_their_mean", "owners.counts.double()", "** 0"),
+    Fault("sums_of_views_for_their_mean", "(self.records * self.counts.double()", "** 0"),
     Fault("secure_releases_not_rounded", "if not self.is_secure or not std > 0", "or True"),
     Fault("secure_sums_in_float32", "return torch.float64 if self.is_secure", "and False"),
 )

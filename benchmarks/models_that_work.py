@@ -89,7 +89,7 @@ def private_step(case: Case, engine: str = "auto") -> Step:
         for param, grad in zip(params, unflatten(mean, params), strict=True):
             param.grad = grad
         optimizer.step()
-        return rung_of(passes.watched.description)
+        return rung_of(passes.description)
 
     return step
 

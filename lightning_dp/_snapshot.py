@@ -37,7 +37,6 @@ __all__ = [
     "generator_state",
     "put_back",
     "restored",
-    "restored_accelerator",
     "seed_own",
     "seeded_state",
     "set_generator_state",
@@ -82,24 +81,6 @@ def _call(function: Callable[..., Any], device: torch.device, *arguments: Any) -
     if "device" in inspect.signature(function).parameters:
         return function(*arguments, device=device)
     return function(*arguments)
-
-
-@contextmanager
-def restored_accelerator() -> Iterator[None]:
-    """Restore the accelerator's generators on exit; Lightning restores those of CUDA."""
-    states = [(device, generator_state(device)) for device in _accelerators()]
-    try:
-        yield
-    finally:
-        for device, state in states:
-            set_generator_state(device, state)
-
-
-def _accelerators() -> list[torch.device]:
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is None or found.type == "cuda":
-        return []
-    return [torch.device(found.type, i) for i in range(torch.accelerator.device_count())]
 
 
 class RandomState:

@@ -12,7 +12,7 @@ record i. Accounting turns that, and how batches are drawn, into ε.
    each record's vector by a factor that depends on that vector's norm alone, so one record more or
    less moves the sum by a vector of norm at most C, whatever the other records are. (That a
    record's vector depends on that record alone is for the isolation check to find out.) The vector
-   may be longer than a gradient (:class:`~lightning_dp.gradients.clip_count.CountedGradients`).
+   may be longer than a gradient (:class:`~lightning_dp.clipping.CountedGradients`).
 3. A bounded sum begins in two more ways, each with the trust it needs in its name: with no records
    (:meth:`BoundedSum.empty`), or from a party that is trusted to have bounded it
    (:meth:`BoundedSum.received`). :meth:`BoundedSum.plus` adds sums over disjoint records, so each

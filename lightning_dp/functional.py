@@ -493,42 +493,25 @@ def _in_rotation(x: Tensor, weights: list[float]) -> Tensor:
 
 
 def _in_blocks(v: Tensor, weights: list[float], dtype: torch.dtype) -> Tensor:
-    """Average block by block, each with as many entries on either side as the kernel reaches."""
+    """Average block by block, each with as many entries on either side as the kernel reaches.
+
+    Each average uses up entries at one end, 2 (2^J - 1) in all. Nearest neighbours come first: rough
+    parts shrink before rounding errors of their size are made.
+    """
     size, radius = v.shape[-1], 2 ** len(weights) - 1
     rows = v.numel() // size
     most = _CPU_BLOCK if v.device.type == "cpu" else _OTHER_BLOCK
     length = min(size, max(most // rows, 4 * radius))
-    buffers = v.new_empty((2, *v.shape[:-1], length + 2 * radius), dtype=dtype)
     result = torch.empty_like(v, memory_format=torch.contiguous_format)
     for start in range(0, size, length):
         stop = min(start + length, size)
         x = _circular_slice(v, start - radius, stop + radius).to(dtype)
-        target = result[..., start:stop]
-        _average(x, weights, buffers, target)
+        for j, weight in enumerate(weights):
+            shift = 2**j
+            x = torch.lerp(x[..., shift:], x[..., :-shift], weight)
+            x = torch.lerp(x[..., :-shift], x[..., shift:], weight)
+        result[..., start:stop] = x
     return result
-
-
-def _average(x: Tensor, weights: list[float], buffers: Tensor, target: Tensor) -> None:
-    """Average in both directions, and write the middle of ``x`` to ``target``.
-
-    Each average uses up ``shift`` entries at one end of ``x``: 2 (2^J - 1) in all, as many as were
-    added. Nearest neighbours come first: rough parts shrink before rounding errors of their size
-    are made. Two buffers take turns, since an average cannot be written over what it reads.
-    """
-    turn, remaining = 0, x.shape[-1]
-    for j, weight in enumerate(weights):
-        shift = 2**j
-        for behind in (True, False):
-            remaining -= shift
-            left, right = x.narrow(-1, 0, remaining), x.narrow(-1, shift, remaining)
-            is_last = shift == 2 ** (len(weights) - 1) and not behind
-            is_direct = is_last and target.dtype == x.dtype
-            out = target if is_direct else buffers[turn].narrow(-1, 0, remaining)
-            here, other = (right, left) if behind else (left, right)
-            x = torch.lerp(here, other, weight, out=out)
-            turn = 1 - turn
-    if target.dtype != x.dtype:
-        target.copy_(x)
 
 
 def _circular_slice(v: Tensor, start: int, stop: int) -> Tensor:

@@ -20,9 +20,9 @@ from lightning_dp._noise import NoiseSource
 from lightning_dp._world import World
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian
 from lightning_dp.boundary import BoundedSum, Query, Release, Term, add_noise, bounded_sum
+from lightning_dp.clipping import CountedGradients
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.clip_count import CountedGradients
 from lightning_dp.gradients.parameter_sum import MaterialisedGradients
 from lightning_dp.gradients.passes import passes_of
 from tests.zoo import random_gradients

@@ -145,7 +145,7 @@ def _error_of_slopes(case: Case, engine: str, dropout: float) -> float:
         def loss() -> Tensor:
             _restore(module, buffers)
             torch.manual_seed(4)
-            return passes.watched.run(lambda b: module.training_step(b, 0), batch, case.n).detach()
+            return passes.forward(lambda b: module.training_step(b, 0), batch, case.n).detach()
 
         for _ in range(2):  # from its second pass on, a model may run on another rung or way
             _restore(module, buffers)
@@ -219,7 +219,7 @@ def _through(
         chunk = Replay(lambda records: module.training_step(records, 0), batch, n)
         found = passes.gradients(query, chunk)
         assert found is not None, "the step gave no gradient"
-        return found, passes.watched.description
+        return found, passes.description
 
 
 def _distance(found: Tensor, expected: Tensor, params: Sequence[nn.Parameter]) -> float:

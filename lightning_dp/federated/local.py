@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -23,7 +22,7 @@ from lightning_dp._checks import (
     check_training_step,
 )
 from lightning_dp._refusals import RefusedSetting
-from lightning_dp._snapshot import apart, restored, restored_accelerator
+from lightning_dp._snapshot import RandomState, apart, restored
 from lightning_dp._validate import optional, whole
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.boundary import BoundedSum, Query, Term, bounded_sum
@@ -137,8 +136,8 @@ class LocalRecords:
         self._one_record = engine == "one_by_one"
         self.params = tuple(param for param in module.parameters() if param.requires_grad)
         with self._passes() as passes:
-            self.engine = passes.watched.description
-            self.has_products = passes.watched.engine.has_products
+            self.engine = passes.description
+            self.has_products = passes.engine.has_products
             """True if queries with Hessian-vector products can be answered."""
 
     @property
@@ -192,8 +191,7 @@ class LocalRecords:
         copied.params = tuple(p for p in copied._module.parameters() if p.requires_grad)
         query = Query((Term(),), clip_norm=1.0, noise_multiplier=1.0)
         with (
-            isolate_rng(),
-            restored_accelerator(),
+            RandomState(self._device).again(),
             copied._passes() as passes,
             copied._muted(),
             torch.enable_grad(),

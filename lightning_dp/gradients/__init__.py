@@ -11,8 +11,12 @@ from lightning_dp.gradients.base import (
 )
 from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.gradients.graph import CoupledLossError
-from lightning_dp.gradients.passes import RecordPasses, Replay
-from lightning_dp.gradients.watched_model import RawGradientGuard, RawGradientHookError
+from lightning_dp.gradients.passes import (
+    RawGradientGuard,
+    RawGradientHookError,
+    RecordPasses,
+    Replay,
+)
 
 __all__ = [
     "ALONE",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, is_dataclass
+from functools import cached_property, partial
 from typing import Any, TypeAlias, TypeGuard, cast
 
 import numpy as np
@@ -25,14 +26,18 @@ __all__ = [
     "Layout",
     "RowOwners",
     "SampleBatch",
+    "SampleRows",
     "Singles",
     "call_training_step",
     "folding_in_force",
     "is_differentiable",
+    "is_image",
+    "joined",
     "leaves",
     "loss_in",
     "map_leaves",
     "rows_of_records",
+    "whole_batch",
     "with_loss",
 ]
 
@@ -230,7 +235,7 @@ def map_leaves(batch: Any, function: Callable[[Any], Any], *, rows: bool = False
         return type(batch)(*(map_leaves(each, function, rows=rows) for each in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(map_leaves(each, function, rows=rows) for each in batch)
-    if _is_object_with_tensors(batch):
+    if _is_object_of_parts(batch):
         new = copy.copy(batch)
         for name, value in vars(batch).items():  # also of a frozen dataclass: it is ours
             object.__setattr__(new, name, map_leaves(value, function, rows=rows))
@@ -270,24 +275,101 @@ def _parts(batch: Any) -> Sequence[Any] | None:
         return list(batch.values())
     if isinstance(batch, list | tuple):
         return batch
-    return list(vars(batch).values()) if _is_object_with_tensors(batch) else None
+    return list(vars(batch).values()) if _is_object_of_parts(batch) else None
 
 
-def _is_object_with_tensors(part: Any, depth: int = _DEPTH) -> bool:
-    """Return whether it is an object of a user's class that holds tensors."""
+def _is_object_of_parts(part: Any, depth: int = _DEPTH) -> bool:
+    """Return whether it is a dataclass, or an object of a user's class that holds tensors or images."""
     if isinstance(part, Tensor | np.ndarray | nn.Module | type) or not hasattr(part, "__dict__"):
         return False
-    return any(_holds_tensor(value, depth) for value in vars(part).values())
+    return is_dataclass(part) or any(_holds_tensor(value, depth) for value in vars(part).values())
 
 
 def _holds_tensor(part: Any, depth: int) -> bool:
-    if isinstance(part, Tensor | np.ndarray):
+    if isinstance(part, Tensor | np.ndarray) or is_image(part):
         return True
     if isinstance(part, Mapping):
         return any(_holds_tensor(each, depth) for each in part.values())
     if isinstance(part, list | tuple):
         return any(_holds_tensor(each, depth) for each in part)
-    return depth > 0 and _is_object_with_tensors(part, depth - 1)
+    return depth > 0 and _is_object_of_parts(part, depth - 1)
+
+
+def is_image(part: object) -> bool:
+    """Return whether it is an image of Pillow."""
+    images: Any = sys.modules.get("PIL.Image")
+    return images is not None and isinstance(part, images.Image)
+
+
+# -- what groups of samples gave --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRows:
+    """A value that each sample has its own of, shape (n, ...)."""
+
+    rows: Tensor
+
+
+def joined(parts: Sequence[Any], places: Sequence[Tensor]) -> Any:
+    """Return arguments of several groups as those of the batch.
+
+    A list holds an entry for each row, whatever is in it; other containers are looked into.
+    """
+    first = parts[0]
+    if isinstance(first, dict):
+        return {key: joined([part[key] for part in parts], places) for key in first}
+    if isinstance(first, tuple):
+        return tuple(joined(column, places) for column in zip(*parts, strict=True))
+    if isinstance(first, list):
+        lists = [
+            [map_leaves(each, partial(_own, i=i)) for each in part]
+            for part, at in zip(parts, places, strict=True)
+            for i in range(len(at))
+        ]
+        return [each for i in _order(places) for each in lists[i]]
+    if not any(isinstance(part, SampleRows) for part in parts):
+        is_number = isinstance(first, int | float | Tensor)
+        if not is_number or all(_is_same(first, part) for part in parts):
+            return first
+    if len(parts) == 1:
+        return first
+    of_each = [
+        row for part, at in zip(parts, places, strict=True) for row in _rows_of(part, len(at))
+    ]
+    ordered = [of_each[i] for i in _order(places)]
+    if len({row.shape for row in ordered}) == 1:
+        return SampleRows(torch.stack(ordered))
+    return SampleRows(torch.cat(ordered).unsqueeze(1))
+
+
+def _order(places: Sequence[Tensor]) -> list[int]:
+    order: list[int] = torch.cat(list(places)).argsort().tolist()
+    return order
+
+
+def _rows_of(part: Any, n: int) -> Tensor:
+    if isinstance(part, SampleRows):
+        return part.rows
+    value = torch.as_tensor(part)
+    return value.expand(n, *value.shape)
+
+
+def _own(value: Any, i: int) -> Any:
+    return value.rows[i] if isinstance(value, SampleRows) else value
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def whole_batch(value: Any) -> Any:
+    """Return the rows of all samples: (n, b, ...) as (n · b, ...), and numbers as (n,)."""
+    if not isinstance(value, SampleRows):
+        return value
+    return value.rows.flatten(0, 1) if value.rows.dim() > 1 else value.rows
 
 
 # -- rows of records ------------------------------------------------------------------------------
@@ -295,11 +377,18 @@ def _holds_tensor(part: Any, depth: int) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class RowOwners:
-    """Brings the rows of each record together, as many as it has.
+    r"""Brings the rows of each record together, as many as it has.
+
+    Where records are units of privacy (a user's own rows, or K random views of one record), the gradient
+    of unit i is the mean over its r_i rows, :math:`g_i = \frac{1}{r_i} \sum_j \nabla \ell_j`, so C
+    has the meaning that it has for single records. It depends on unit i alone and is clipped last:
+    adding or removing a unit moves the sum by at most C, whatever r_i is. (De et al., 2022,
+    arXiv:2204.13650, for views; Charles et al., 2024, arXiv:2407.07737, for users.)
 
     Args:
         records: n, their number.
         owners: shape (N,), the record of each row: whole numbers from 0 to n - 1.
+        shares: as :meth:`of` found them in a larger batch.
 
     Example:
         >>> import torch
@@ -309,15 +398,29 @@ class RowOwners:
 
     records: int
     owners: Tensor
+    shares: Tensor | None = None
 
     @cached_property
     def counts(self) -> Tensor:
         """The number of rows of each record, shape (n,)."""
         return self.owners.bincount(minlength=self.records)
 
+    @cached_property
+    def row_shares(self) -> Tensor:
+        """Factors N / (n r_i) of the rows of unit i, shape (N,), which make means of sums times n/N."""
+        if self.shares is not None:
+            return self.shares
+        return (len(self.owners) / (self.records * self.counts.double()))[self.owners]
+
+    @cached_property
+    def have_as_many(self) -> bool:
+        """True if all units have equally many rows, so that the sums are the means."""
+        return bool((self.row_shares == 1).all())
+
     def of(self, rows: Tensor) -> RowOwners:
         """Return the owners of some of the rows, among all n records."""
-        return RowOwners(self.records, self.owners[rows.to(self.owners.device)])
+        rows = rows.to(self.owners.device)
+        return RowOwners(self.records, self.owners[rows], self.row_shares[rows])
 
     def places(self) -> list[Tensor]:
         """Return the rows of each record."""

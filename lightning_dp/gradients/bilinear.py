@@ -179,6 +179,11 @@ class Use:
         """Return the same for some of the records."""
         return replace(self, v=self.v[records], u=self.u[records])
 
+    def times(self, weights: Tensor) -> Use:
+        """Return the same with the gradient of each record, or row, multiplied."""
+        u = self.u * _as_weights(weights.to(self.u), self.u)
+        return replace(self, u=u, v=u if self.v is self.u else self.v)
+
     def without(self, left_out: Tensor) -> Use:
         """Return the same with zeros for the records of which this is true, whatever they hold."""
         u = _zeroed(self.u, left_out)

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_dp._refusals import Refusal
 from lightning_dp.functional import full_precision, real, unflatten
 from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.gradients.batches import RowOwners
 from lightning_dp.gradients.bilinear import Folding, Rows, Use, Uses, uses_of_records
 from lightning_dp.gradients.parameter_sum import (
     Allowance,
@@ -58,7 +59,7 @@ class Call:
         edge: where the gradient of the output arrives.
         is_first: no other call feeds it.
         folding: tells whose the rows are; None if they are the samples.
-        owners: tells of which units the samples are; None if each is one.
+        owners: tells of which units the samples are, whose means are taken; None if each is one.
         shape: of the gradient for the rule; None if it is as it arrives.
         name: in the model, or of the function.
     """
@@ -71,7 +72,7 @@ class Call:
     folding: Folding | None = None
     shape: Sequence[int] | None = None
     name: str = ""
-    owners: Folding | None = None
+    owners: RowOwners | None = None
 
     def take_inputs(self, *, keep: bool = False) -> tuple[Tensor, ...]:
         """Hand over the inputs, unless one was overwritten; without ``keep`` they are free then."""
@@ -87,9 +88,13 @@ class Call:
         """Return every parameter with its use, from the inputs and the gradient of the output."""
         *inputs, u = map(at_least_float32, tensors)
         uses = self.rule(self.layer, *inputs, u if self.shape is None else u.reshape(self.shape))
-        for folding in (self.folding, self.owners):
-            uses = uses if folding is None else uses_of_records(uses, folding)
-        return uses
+        if self.folding is not None:
+            uses = uses_of_records(uses, self.folding)
+        if self.owners is None:
+            return uses
+        if not self.owners.have_as_many:
+            uses = [(param, use.times(self.owners.row_shares)) for param, use in uses]
+        return uses_of_records(uses, self.owners)
 
 
 def copied(part: Tensor, gradient: Tensor) -> Uses:

@@ -1,4 +1,7 @@
-"""The only code that runs a model for a query: passes over a chunk of records, under an engine."""
+"""The only code that runs a model for a query: passes over a chunk of records, under an engine.
+
+Raw gradients go to the engine and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,14 @@ from typing import Any, TypeAlias, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from lightning_dp._refusals import RefusedRun
+from lightning_dp._refusals import Refusal, RefusedRun
 from lightning_dp._snapshot import RandomState
 from lightning_dp._world import held_here, is_sharded
 from lightning_dp.boundary import BoundedSum, Query, bounded_sum
-from lightning_dp.clipping import Flat, Rescaling
+from lightning_dp.clipping import CountedGradients, Flat, Rescaling
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients.base import (
+    ALONE,
     AbstractGradientEngine,
     AbstractPerSampleGradients,
     Around,
@@ -24,16 +28,38 @@ from lightning_dp.gradients.base import (
     OtherRowsError,
     UnsupportedModelError,
 )
-from lightning_dp.gradients.batches import RowOwners, is_differentiable, loss_in
-from lightning_dp.gradients.clip_count import CountedGradients
+from lightning_dp.gradients.batches import (
+    DEFAULT_LAYOUT,
+    RowOwners,
+    SampleBatch,
+    is_differentiable,
+    loss_in,
+)
+from lightning_dp.gradients.compiled import CompiledParts, as_written
 from lightning_dp.gradients.engines import EngineChoice
+from lightning_dp.gradients.graph import CoupledLossError, check_loss_graph
 from lightning_dp.gradients.parameter_sum import BookkeptGradients
 from lightning_dp.gradients.sharded import shards_at_point
-from lightning_dp.gradients.watched_model import NoLoss, WatchedModel, WrapEngine
 
-__all__ = ["Pass", "RecordPasses", "Replay", "at_point", "passes_of"]
+__all__ = [
+    "Pass",
+    "RawGradientGuard",
+    "RawGradientHookError",
+    "RecordPasses",
+    "Replay",
+    "WrapEngine",
+    "at_point",
+    "passes_of",
+]
+
+_INSIDE = (
+    "Parameters {} got a gradient inside of an autograd Function of the model (an activation "
+    "checkpoint that is not torch's own, say), where gradients per record cannot be seen. Use "
+    f"torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or leave it out. {ALONE}"
+)
 
 Quietly: TypeAlias = Callable[[AbstractGradientEngine], AbstractContextManager[Around | None]]
+WrapEngine: TypeAlias = Callable[[AbstractGradientEngine], AbstractGradientEngine]
 
 
 @dataclass(frozen=True)
@@ -117,6 +143,74 @@ class Replay:
         return nullcontext() if self.randomness is None else self.randomness.again()
 
 
+class RawGradientHookError(Refusal, RuntimeError):
+    """A hook that is not ours would be shown un-noised gradients."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, topic="gradient-hooks")
+
+
+class RawGradientGuard:
+    """Drops the gradient that autograd accumulates into a trainable parameter, at once.
+
+    Args:
+        parameters: name and parameter, every one that can get a gradient from records.
+
+    Raises:
+        RawGradientHookError: if somebody else's hook on a parameter would see raw gradients.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._touched: dict[str, nn.Parameter] = {}
+        parameters = list(parameters)
+        _refuse_foreign_hooks(parameters)
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                self._dropper(name, parameter)
+            )
+            for name, parameter in parameters
+            if parameter.requires_grad
+        ]
+
+    def _dropper(self, name: str, parameter: nn.Parameter) -> Any:
+        def drop(_: Tensor) -> None:
+            self._touched[name] = parameter
+            parameter.grad = None
+
+        return drop
+
+    def touched(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that got a raw gradient since the last call, by name."""
+        touched, self._touched = self._touched, {}
+        return touched
+
+    def remove(self) -> None:
+        """Take the guard's hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _refuse_foreign_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse hooks on parameters: they run before a gradient can be dropped."""
+    hooked = [
+        name
+        for name, parameter in parameters
+        if getattr(parameter, "_backward_hooks", None)
+        or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    ]
+    if hooked:
+        raise RawGradientHookError(
+            f"Parameters {hooked[:5]} carry gradient hooks, which would see gradients without noise "
+            "(WandbLogger.watch() sets such hooks by default). Remove them before fit; "
+            "watch(log='parameters') is fine."
+        )
+
+
+class _NoLoss(Exception):
+    """A run gave nothing to go back from."""
+
+
 class RecordPasses:
     """A model under its gradient engine, which answers queries from chunks of records.
 
@@ -133,10 +227,15 @@ class RecordPasses:
         params: the trained parameters, in the order of flat vectors.
         engine: name of the gradient engine, or a choice that is shared with others.
         clipping: the rule by which each record's gradient is scaled to the query's clip norm.
-        public, wrap, loss_graph_check, loss_scale: as for :class:`WatchedModel`.
+        public: parameters that are trained on no records; their gradients are let through.
         quietly: given the engine in use, is entered around each run of a chunk, so that it leaves no
             trace in the model; yields what is entered around parts of a batch that run together.
         again: is entered around what runs once more since another engine takes over.
+        wrap: puts something between the engine and the clipping.
+        loss_graph_check: :meth:`check_loss` refuses losses that mix records, by their graph.
+        loss_scale: multiplies each record's loss during its backward pass, and is divided out after
+            it: of the record itself, so neither how many others there are nor how the loss was
+            divided decides what becomes too large or too small for a type of 16 bits.
 
     Raises:
         UnsupportedModelError: if no engine can handle the model.
@@ -157,22 +256,157 @@ class RecordPasses:
         loss_graph_check: bool = True,
         loss_scale: float = 1.0,
     ) -> None:
-        self._module, self._params = module, params
+        self._module, self._params, self.clipping = module, params, clipping
+        self._choice = EngineChoice(engine) if isinstance(engine, str) else engine
         self._is_sharded = any(map(is_sharded, params))
-        self._quietly, self._again, self.clipping = quietly, again, clipping
-        self.watched = WatchedModel(
-            module,
-            params,
-            EngineChoice(engine) if isinstance(engine, str) else engine,
-            public=public,
-            wrap=wrap,
-            loss_graph_check=loss_graph_check,
-            loss_scale=loss_scale,
+        self._quietly, self._again, self._wrap = quietly, again, wrap
+        self._checks_graph, self._loss_scale = loss_graph_check, loss_scale
+        self._rows, self._factor = 1, 1.0  # of the latest pass
+        self.engine = self._attached()
+        """The engine in use, whose hooks are on the model while it runs forward, and not else."""
+        others = {id(param) for param in public}
+        watched = ((n, p) for n, p in module.named_parameters() if id(p) not in others)
+        try:
+            self._raw = RawGradientGuard(watched)
+        except Exception:
+            self.engine.detach()
+            raise
+
+    def _attached(self) -> AbstractGradientEngine:
+        engine = self._choice.attach(self._module, self._params)
+        engine.rest()
+        self._compiled = CompiledParts(
+            self._module, self._params, keeps_frozen=engine.keeps_compiled
         )
+        return self._wrap(engine)
 
     def detach(self) -> None:
         """Leave the model as it was."""
-        self.watched.detach()
+        self.engine.detach()
+        self._raw.remove()
+
+    @contextmanager
+    def without_engine(self) -> Iterator[None]:
+        """Leave the model without the engine, inside; the guard stays, and a new engine comes."""
+        self.engine.detach()
+        try:
+            yield
+        finally:
+            self.engine = self._attached()
+
+    # -- the engine in use -------------------------------------------------------------------------
+
+    @property
+    def description(self) -> str:
+        """The engine in use, why it is not another one, and what runs as written, in words."""
+        note = self.compiled_note
+        return self._choice.description if note is None else f"{self._choice.description}; {note}"
+
+    @property
+    def compiled_note(self) -> str | None:
+        """The compiled parts that run as written, in words; None if there are none."""
+        return None if self.engine.one_record else self._compiled.note
+
+    @property
+    def randomness(self) -> RandomState | None:
+        """Torch's random state of now, if another engine may have to run once more from here."""
+        if not self._choice.can_fall:
+            return None
+        return RandomState(self._params[0].device, torch_only=True)
+
+    def go_down(self, reason: UnsupportedModelError) -> None:
+        """Go on with the next engine of the choice, if there is one; what passes left is forgotten."""
+        self.drop()
+        if not self._choice.fall(reason):
+            is_told = isinstance(reason, CoupledLossError | OtherRowsError)
+            raise reason if is_told else self._choice.refusal(reason)
+        self.engine.detach()
+        self.engine = self._attached()
+
+    # -- the parts of a pass -----------------------------------------------------------------------
+
+    def forward(
+        self,
+        forward: Forward,
+        batch: Any,
+        size: int,
+        around: Around | None = None,
+        owners: RowOwners | None = None,
+    ) -> Any:
+        """Run a forward pass of a batch of ``size`` rows, of these units, under the engine."""
+        with self._watching():
+            output = self.engine.run(forward, self._batch(batch, size, owners), around)
+        if self.engine.one_record:  # which goes back at once, where there are several
+            self._refuse_inside()
+        return output
+
+    def _batch(self, batch: Any, size: int, owners: RowOwners | None) -> SampleBatch:
+        self._rows = max(1, size)
+        return SampleBatch(batch, size, self._choice.layout or DEFAULT_LAYOUT, owners)
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        with self.as_written():
+            self.engine.wake()
+            try:
+                yield
+            finally:
+                self.engine.rest()
+
+    def as_written(self) -> AbstractContextManager[None]:
+        """Let compiled parts that the engine must see run their own code, inside.
+
+        For forward passes that are watched and for their backward passes, which run parts of them
+        again; an engine that sees no layers needs nothing of it.
+        """
+        return nullcontext() if self.engine.one_record else self._compiled.as_written()
+
+    def check_loss(self, loss: Tensor, size: int) -> None:
+        """Refuse a loss that mixes so many records by more than sums, before its backward pass."""
+        if self._checks_graph and not self.engine.isolates:
+            check_loss_graph(loss, size, self.engine.outputs_of_layers())
+
+    def _scaled(self, loss: Tensor, divisor: float = 1.0) -> Tensor:
+        """Return the loss, a mean over rows, with the loss of each row times the scale."""
+        if self._loss_scale == 1:
+            return loss
+        self._factor = self._loss_scale * self._rows * divisor
+        return loss.float() * self._factor
+
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        keep_graph: bool = False,
+        combined: bool = False,
+        divisor: float = 1.0,
+    ) -> None:
+        """Run the backward pass of a loss, as :meth:`AbstractGradientEngine.backward`.
+
+        Args:
+            divisor: the loss was divided by it.
+        """
+        with self.as_written():
+            self._raw.touched()
+            scaled = self._scaled(loss, divisor)
+            self.engine.backward(scaled, keep_graph=keep_graph, combined=combined)
+        self._refuse_inside()
+
+    def _refuse_inside(self) -> None:
+        if inside := self._raw.touched():
+            raise UnsupportedModelError(_INSIDE.format(sorted(inside)[:5]), topic="unseen-use")
+
+    def take(self, scale: float = 1.0) -> AbstractPerSampleGradients:
+        """Take what the last backward pass left; ``scale`` undoes a division of the loss."""
+        self._raw.touched()
+        return self.engine.take(scale / self._factor)
+
+    def drop(self) -> None:
+        """Forget what passes left."""
+        self._raw.touched()
+        self.engine.drop()
+
+    # -- queries -----------------------------------------------------------------------------------
 
     def __enter__(self) -> RecordPasses:
         return self
@@ -253,13 +487,13 @@ class RecordPasses:
         self, chunk: Replay, ask: Callable[[Replay], AbstractPerSampleGradients | None]
     ) -> AbstractPerSampleGradients | None:
         """Ask the engine in use; where it cannot tell the records apart, the next one."""
-        begun = chunk.randomness or self.watched.randomness
+        begun = chunk.randomness or self.randomness
         try:
             return ask(chunk)
         except UnsupportedModelError as reason:
             if chunk.forward is None:
                 raise
-            self.watched.go_down(reason)
+            self.go_down(reason)
         with self._again():
             return self._by_some_engine(replace(chunk, randomness=begun), ask)
 
@@ -298,26 +532,43 @@ class RecordPasses:
             raise RefusedRun(
                 "A further query needs a chunk that can run again.", topic="out-of-order"
             )
-        run = chunk.forward, chunk.batch, chunk.rows
-        quietly = self._quietly(self.watched.engine)
+        quietly = self._quietly(self.engine)
         with chunk.again(), quietly as around, self._at(each.point), torch.enable_grad():
             try:
                 if each.direction is not None:
-                    weights = each.gradient, each.product
-                    return self.watched.along(*run, each.direction, weights, around, chunk.owners)
-                output = self.watched.run(*run, around, chunk.owners)
+                    return self._along(chunk, each, each.direction, around)
+                output = self.forward(chunk.forward, chunk.batch, chunk.rows, around, chunk.owners)
                 chunk.see(output)
                 loss = loss_in(output)
                 if not is_differentiable(loss):
                     return None
-                self.watched.check_loss(loss, chunk.rows)
+                self.check_loss(loss, chunk.rows)
                 elsewhere = each.point is not None  # where nothing can be asked for after the pass
-                self.watched.backward(loss, combined=combined or elsewhere)
-                return self.watched.take()
-            except NoLoss:
+                self.backward(loss, combined=combined or elsewhere)
+                return self.take()
+            except _NoLoss:
                 return None
             finally:
-                self.watched.drop()
+                self.drop()
+
+    def _along(
+        self, chunk: Replay, each: Pass, direction: Tensor, around: Around | None
+    ) -> AbstractPerSampleGradients:
+        """Return w g_i + w' H_i u of each record, as :meth:`AbstractGradientEngine.along`."""
+        batch = self._batch(chunk.batch, chunk.rows, chunk.owners)
+
+        def run_again() -> Tensor:
+            assert chunk.forward is not None
+            loss = loss_in(self.engine.run(chunk.forward, batch, around))
+            if not is_differentiable(loss):
+                raise _NoLoss
+            self.check_loss(loss, chunk.rows)
+            return self._scaled(loss)
+
+        unit = 1.0 if self._loss_scale == 1 else self._loss_scale * self._rows
+        weights = each.gradient / unit, each.product / unit
+        with as_written(), self._watching():
+            return self.engine.along(run_again, direction, weights)
 
     def _at(self, point: Tensor | None) -> AbstractContextManager[None]:
         """Return a context in which the parameters are those of a point; as they are, if it is None."""

@@ -21,7 +21,14 @@ from lightning_dp.gradients.base import (
     UncoveredParameterError,
     UnsupportedModelError,
 )
-from lightning_dp.gradients.batches import SampleBatch, loss_in, map_leaves
+from lightning_dp.gradients.batches import (
+    SampleBatch,
+    SampleRows,
+    joined,
+    loss_in,
+    map_leaves,
+    whole_batch,
+)
 from lightning_dp.gradients.calls import Call, CallSums, DualSums, go_back, run_along
 from lightning_dp.gradients.composites import COMPOSITES
 from lightning_dp.gradients.graph import nodes
@@ -60,7 +67,7 @@ class _Group:
     places: Tensor  # of them in the batch
     calls: list[Call]
     losses: Tensor | None  # of each, shape (k,); None if their step gave none
-    output: Any  # of training_step, with rows in the places of what one sample sees
+    output: Any  # of training_step, with SampleRows in the places of what one sample sees
 
 
 # Runs samples together, which are in these places of the batch.
@@ -168,7 +175,7 @@ class Records(AbstractGradientEngine):
             for call in recorder.calls:
                 call.owners = batch.owners
             losses = self._losses(recorder, loss_in(output))
-            output = map_leaves(output, lambda x: _all_rows(x) if isinstance(x, Tensor) else x)
+            output = map_leaves(output, _as_rows)
         del value
         if recorder.leaves_samples:
             gc.collect()  # frames of an exception that was caught hold some, in a circle
@@ -190,17 +197,17 @@ class Records(AbstractGradientEngine):
         groups = self._groups
         known = [group for group in groups if group.losses is not None]
         if not known:
-            return None if isinstance(groups[0].output, Tensor) else groups[0].output
+            return map_leaves(groups[0].output, whole_batch)
         none = torch.zeros((), device=self._params[0].device)
         losses = [none.expand(len(g.places)) if g.losses is None else g.losses for g in groups]
         loss = (torch.cat(losses) if len(losses) > 1 else losses[0]).mean()
         if not isinstance(known[0].output, Mapping):
             return loss
         others = [{k: v for k, v in g.output.items() if k != "loss"} for g in known]
-        if len(known) < len(groups):
-            return {**others[0], "loss": loss}
-        order = torch.cat([group.places for group in groups]).argsort()
-        return {**_joined(others, order), "loss": loss}
+        if len(known) < len(groups) or len({frozenset(each) for each in others}) > 1:
+            others = others[:1]
+        whole = joined(others, [group.places for group in groups]) if others[1:] else others[0]
+        return {**map_leaves(whole, whole_batch), "loss": loss}
 
     # -- backward --------------------------------------------------------------------------
 
@@ -292,29 +299,8 @@ class Records(AbstractGradientEngine):
         self._memory = ScratchPool()
 
 
-def _all_rows(x: Tensor) -> Tensor:
-    """Return what the batch has where one sample sees a tensor of a batch of one, or of no dimension."""
-    if not is_sample(x):
-        return x
-    found = rows(x)
-    return found.flatten(0, 1) if found.dim() > 1 else found
-
-
-def _joined(outputs: Sequence[Any], order: Tensor) -> Any:
-    """Return outputs of several groups as one, with rows in the order of the batch."""
-    if len(outputs) == 1:
-        return outputs[0]
-    first = outputs[0]
-    if isinstance(first, Tensor) and all(isinstance(each, Tensor) for each in outputs):
-        if first.dim() and len({each.shape[1:] for each in outputs}) == 1:
-            whole = torch.cat(list(outputs))
-            return whole[order.to(whole.device)] if len(whole) == len(order) else whole
-        return first
-    if isinstance(first, Mapping):
-        return {
-            key: _joined([each[key] for each in outputs if key in each], order) for key in first
-        }
-    return first
+def _as_rows(x: Any) -> Any:
+    return SampleRows(rows(x)) if isinstance(x, Tensor) and is_sample(x) else x
 
 
 class GroupedGradients(AbstractPerSampleGradients):

@@ -17,7 +17,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_dp._refusals import warn
 from lightning_dp._snapshot import Snapshot
 from lightning_dp.gradients.base import Around
-from lightning_dp.gradients.batches import map_leaves
+from lightning_dp.gradients.batches import SampleRows, joined, map_leaves, whole_batch
 from lightning_dp.gradients.record_calls import (
     CallRecorder,
     DifferentPaths,
@@ -26,7 +26,7 @@ from lightning_dp.gradients.record_calls import (
     rows,
 )
 
-__all__ = ["SideEffects", "over_records"]
+__all__ = ["NotedCalls", "SideEffects"]
 
 _Key: TypeAlias = tuple[Any, ...]
 
@@ -49,13 +49,6 @@ _NUMBER = (
 
 
 @dataclass(frozen=True, slots=True)
-class _OfSamples:
-    """A value that each sample has its own of, shape (n, ...)."""
-
-    rows: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class _Later:
     """Stands for the result of a metric's call until it is made, or for one entry of it."""
 
@@ -67,7 +60,7 @@ class _Later:
 class _Noted:
     """A call that is made once for the whole batch, after the pass."""
 
-    function: Callable[..., Any]
+    part: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -80,84 +73,42 @@ class _Group:
     calls: dict[_Key, _Noted]
 
 
-class SideEffects:
-    """Does once, for the whole batch, what ``training_step`` does besides its loss.
+class NotedCalls:
+    """Calls of a module's ``log`` and torchmetrics, by samples that run apart, made once for all.
 
-    Samples run alone, in groups, some of them again in smaller ones. What they log becomes one entry
-    per name and call: their mean (sum, maximum, minimum, as ``reduce_fx`` says). torchmetrics get one
-    call with the rows of all samples, in the order of the batch; what their ``forward`` and
-    ``compute`` return can only be logged. Every group begins with the state of the module before the
-    step, so that counters count steps.
+    What samples log becomes one entry per name and call: their mean (sum, maximum, minimum, as
+    ``reduce_fx`` says). torchmetrics get one call with the rows of all samples, in the order of the
+    batch. Samples that run one after the other may use what their metric's ``forward`` and ``compute``
+    return for them alone; under vmap it can only be logged, and is that of the batch.
     """
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self._groups: list[_Group] = []
-        self._before: Snapshot | None = None
-        self._of_first: Snapshot | None = None
-        self._latest: Snapshot | None = None
-        self._has_run = self._reads_numbers = self._has_warned = False
         self._later: dict[int, tuple[Tensor, _Later]] = {}
-        self.state_differs: str | None = None
-        """The reason for which the step may not be released: records left different states; else None."""
+        self._is_inside = False  # of a metric's own function, which calls others of it
+        self._has_warned = False
 
-    @contextmanager
-    def of_step(self, *, are_done: bool = True) -> Iterator[Around]:
-        """Yield what is entered around each group; afterwards do once what the samples did.
-
-        After an exception the module is as it was before, and after a further pass over the same batch,
-        which is not ``are_done``.
-        """
-        self._forget()
-        self._before = self._latest = Snapshot.of(self._module, earlier=self._latest)
-        self.state_differs = None
-        try:
-            yield self._around
-            if are_done:
-                self._do()
-            else:
-                self._before.restore()
-        except BaseException:
-            self._before.restore()
-            raise
-        finally:
-            self._forget()
-
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Make none of the calls so far."""
         self._groups, self._later = [], {}
-        self._before = self._of_first = None
-        self._has_run = self._reads_numbers = False
+
+    @property
+    def has_groups(self) -> bool:
+        """True if some samples have run."""
+        return bool(self._groups)
 
     # -- in the pass -------------------------------------------------------------------------------
 
     @contextmanager
-    def _around(self, recorder: CallRecorder, places: Tensor) -> Iterator[None]:
-        assert self._before is not None
-        with _aside():
-            if self._groups and self._of_first is None:
-                self._of_first = Snapshot.of(self._module, earlier=self._before)
-            if self._has_run:
-                self._before.restore()
-        self._has_run = True
-        group = _Group(places, {})
-        try:
-            with self._noting(recorder, group.calls):
-                yield
-        except DifferentPaths as paths:
-            self._reads_numbers |= paths.are_numbers
-            raise
-        self._groups.append(group)
-        if self._of_first is not None:
-            with _aside():
-                now = Snapshot.of(self._module, earlier=self._of_first)
-                found = self._of_first.differences(now)
-            names = [each.name for each in found if each.kind != "random"]  # they may move on
-            if names and self.state_differs is None:
-                self.state_differs = _DIFFERS.format(", ".join(names))
+    def noting(self, places: Tensor, recorder: CallRecorder | None = None) -> Iterator[None]:
+        """Note what the module logs and its metrics count, inside, instead of doing it.
 
-    @contextmanager
-    def _noting(self, recorder: CallRecorder, calls: dict[_Key, _Noted]) -> Iterator[None]:
-        """Note what the module logs and its metrics count, inside, instead of doing it."""
+        Args:
+            places: in the batch, of the samples that run.
+            recorder: of samples that run at once; None if there is one sample.
+        """
+        calls: dict[_Key, _Noted] = {}
         shadowed: list[tuple[dict[str, Any], str, Any]] = []
         try:
             for part in self._module.modules():
@@ -174,10 +125,11 @@ class SideEffects:
                     del own[name]
                 else:
                     own[name] = value
+        self._groups.append(_Group(places, calls))
 
     def _note(
         self,
-        recorder: CallRecorder,
+        recorder: CallRecorder | None,
         calls: dict[_Key, _Noted],
         part: Any,
         name: str,
@@ -186,8 +138,9 @@ class SideEffects:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if name == "log_dict" and id(args[0] if args else None) not in self._later:
-            return function(*args, **kwargs)  # calls log
+        calls_log = name == "log_dict" and id(args[0] if args else None) not in self._later
+        if calls_log or self._is_inside:
+            return function(*args, **kwargs)
         label: tuple[Any, ...] = (len(args), *kwargs)
         if name == "log":
             kwargs, args = dict(_LOG.bind(part, *args, **kwargs).arguments), ()
@@ -200,9 +153,11 @@ class SideEffects:
         number, key = 0, (name, id(part), label, 0)
         while key in calls:
             number, key = number + 1, (*key[:-1], number + 1)
+        if recorder is None:
+            calls[key] = _Noted(part, *map_leaves((args, kwargs), _of_one))
+            return None if name in _LOGS else self._inside(function, args, kwargs)
         with _aside():
-            args, kwargs = map_leaves((args, kwargs), self._taken)
-            calls[key] = _Noted(function, args, kwargs)
+            calls[key] = _Noted(part, *map_leaves((args, kwargs), self._taken))
             if name not in _RETURNING:
                 return None
             if isinstance(part, MetricCollection):
@@ -210,13 +165,20 @@ class SideEffects:
                 return {entry: self._promised(recorder, _Later(key, entry)) for entry in entries}
             return self._promised(recorder, _Later(key, None))
 
+    def _inside(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._is_inside = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._is_inside = False
+
     def _taken(self, value: Any) -> Any:
         """Return a leaf of arguments as it is kept: nothing of the pass's graph, or of its level."""
         if not isinstance(value, Tensor):
             return value
         if id(value) in self._later:
             return self._later[id(value)][1]
-        return _OfSamples(rows(value).detach()) if is_sample(value) else value.detach()
+        return SampleRows(rows(value).detach()) if is_sample(value) else value.detach()
 
     def _promised(self, recorder: CallRecorder, later: _Later) -> Tensor:
         value = recorder.only_logged(torch.full((), torch.nan))
@@ -225,8 +187,12 @@ class SideEffects:
 
     # -- after the pass ----------------------------------------------------------------------------
 
-    def _do(self) -> None:
-        """Make the noted calls, each once, in the order of the code."""
+    def do(self, *, read_numbers: bool = False) -> None:
+        """Make the noted calls, each once, in the order of the code.
+
+        Args:
+            read_numbers: samples ran in groups, since numbers were made of tensors.
+        """
         results: dict[_Key, Any] = {}
 
         def now(value: Any) -> Any:
@@ -240,38 +206,109 @@ class SideEffects:
             calls, places = [g.calls[key] for g in groups], [g.places for g in groups]
             args, kwargs = calls[0].args, calls[0].kwargs
             if key[0] in _LOGS:
-                kwargs = self._entry([call.kwargs for call in calls], places)
+                kwargs = self._entry([call.kwargs for call in calls], places, read_numbers)
             else:
                 given = [(call.args, call.kwargs) for call in calls]
-                args, kwargs = map_leaves(_joined(given, places), _whole)
+                args, kwargs = map_leaves(joined(given, places), whole_batch)
             args, kwargs = map_leaves((args, kwargs), now)
-            results[key] = calls[0].function(*args, **kwargs)
+            results[key] = getattr(calls[0].part, key[0])(*args, **kwargs)
+        self.forget()
 
-    def _entry(self, given: Sequence[dict[str, Any]], places: Sequence[Tensor]) -> dict[str, Any]:
+    def _entry(
+        self, given: Sequence[dict[str, Any]], places: Sequence[Tensor], read_numbers: bool
+    ) -> dict[str, Any]:
         """Return the arguments of one entry of the log for the whole batch."""
         entry = dict(given[0])
         if (size := entry.get("batch_size")) is not None:
             sizes = [
-                each["batch_size"].rows.sum() if isinstance(size, _OfSamples)
+                each["batch_size"].rows.sum() if isinstance(size, SampleRows)
                 else each["batch_size"] * len(at)
                 for each, at in zip(given, places, strict=True)
             ]  # fmt: skip
             entry["batch_size"] = int(sum(sizes))
         if "value" in entry:
             values = [each["value"] for each in given]
-            value = _joined(values, places)
-            if isinstance(value, _OfSamples):
-                self._warn_of_numbers(entry["name"], values)
-                entry["value"] = over_records(
-                    _whole(value).flatten(), entry.get("reduce_fx", "mean")
+            value = joined(values, places)
+            if isinstance(value, SampleRows):
+                if read_numbers and all(isinstance(each, int | float) for each in values):
+                    self._warn_of_numbers(entry["name"])
+                entry["value"] = _over_records(
+                    whole_batch(value).flatten(), entry.get("reduce_fx", "mean")
                 )
         return entry
 
-    def _warn_of_numbers(self, name: str, values: Sequence[Any]) -> None:
-        are_numbers = all(isinstance(value, int | float) for value in values)
-        if self._reads_numbers and are_numbers and not self._has_warned:
+    def _warn_of_numbers(self, name: str) -> None:
+        if not self._has_warned:
             self._has_warned = True
             warn(_NUMBER.format(name), topic="metrics")
+
+
+class SideEffects:
+    """Does once, for the whole batch, what ``training_step`` does besides its loss.
+
+    Samples run alone, in groups, some of them again in smaller ones. What they log and count is done
+    once (:class:`NotedCalls`). Every group begins with the state of the module before the step, so that
+    counters count steps.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module, self._noted = module, NotedCalls(module)
+        self._before: Snapshot | None = None
+        self._of_first: Snapshot | None = None
+        self._latest: Snapshot | None = None
+        self._has_run = self._reads_numbers = False
+        self.state_differs: str | None = None
+        """The reason for which the step may not be released: records left different states; else None."""
+
+    @contextmanager
+    def of_step(self, *, are_done: bool = True) -> Iterator[Around]:
+        """Yield what is entered around each group; afterwards do once what the samples did.
+
+        After an exception the module is as it was before, and after a further pass over the same batch,
+        which is not ``are_done``.
+        """
+        self._forget()
+        self._before = self._latest = Snapshot.of(self._module, earlier=self._latest)
+        self.state_differs = None
+        try:
+            yield self._around
+            if are_done:
+                self._noted.do(read_numbers=self._reads_numbers)
+            else:
+                self._before.restore()
+        except BaseException:
+            self._before.restore()
+            raise
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
+        self._noted.forget()
+        self._before = self._of_first = None
+        self._has_run = self._reads_numbers = False
+
+    @contextmanager
+    def _around(self, recorder: CallRecorder, places: Tensor) -> Iterator[None]:
+        assert self._before is not None
+        with _aside():
+            if self._noted.has_groups and self._of_first is None:
+                self._of_first = Snapshot.of(self._module, earlier=self._before)
+            if self._has_run:
+                self._before.restore()
+        self._has_run = True
+        try:
+            with self._noted.noting(places, recorder):
+                yield
+        except DifferentPaths as paths:
+            self._reads_numbers |= paths.are_numbers
+            raise
+        if self._of_first is not None:
+            with _aside():
+                now = Snapshot.of(self._module, earlier=self._of_first)
+                found = self._of_first.differences(now)
+            names = [each.name for each in found if each.kind != "random"]  # they may move on
+            if names and self.state_differs is None:
+                self.state_differs = _DIFFERS.format(", ".join(names))
 
 
 @contextmanager
@@ -293,71 +330,15 @@ def _in_order(groups: Sequence[Sequence[_Key]]) -> list[_Key]:
     return found
 
 
-# -- arguments of calls that groups made, as those of one call for the batch -----------------------
-
-
-def _joined(parts: Sequence[Any], places: Sequence[Tensor]) -> Any:
-    """Return arguments of several groups as those of the batch.
-
-    A list holds an entry for each row, whatever is in it; other containers are looked into.
-    """
-    first = parts[0]
-    if isinstance(first, dict):
-        return {key: _joined([part[key] for part in parts], places) for key in first}
-    if isinstance(first, tuple):
-        return tuple(_joined(column, places) for column in zip(*parts, strict=True))
-    if isinstance(first, list):
-        lists = [
-            [map_leaves(each, partial(_own, i=i)) for each in part]
-            for part, at in zip(parts, places, strict=True)
-            for i in range(len(at))
-        ]
-        return [each for i in _order(places) for each in lists[i]]
-    if not any(isinstance(part, _OfSamples) for part in parts):
-        is_number = isinstance(first, int | float | Tensor)
-        if not is_number or all(_is_same(first, part) for part in parts):
-            return first
-    if len(parts) == 1:
-        return first
-    of_each = [
-        row for part, at in zip(parts, places, strict=True) for row in _rows_of(part, len(at))
-    ]
-    ordered = [of_each[i] for i in _order(places)]
-    if len({row.shape for row in ordered}) == 1:
-        return _OfSamples(torch.stack(ordered))
-    return _OfSamples(torch.cat(ordered).unsqueeze(1))
-
-
-def _order(places: Sequence[Tensor]) -> list[int]:
-    order: list[int] = torch.cat(list(places)).argsort().tolist()
-    return order
-
-
-def _rows_of(part: Any, n: int) -> Tensor:
-    if isinstance(part, _OfSamples):
-        return part.rows
-    value = torch.as_tensor(part)
-    return value.expand(n, *value.shape)
-
-
-def _own(value: Any, i: int) -> Any:
-    return value.rows[i] if isinstance(value, _OfSamples) else value
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
-
-
-def _whole(value: Any) -> Any:
-    """Return the rows of all samples: (n, b, ...) as (n · b, ...), and numbers as (n,)."""
-    if not isinstance(value, _OfSamples):
+def _of_one(value: Any) -> Any:
+    """Return a leaf of one sample's arguments as those of samples are kept."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number or isinstance(value, Tensor)):
         return value
-    return value.rows.flatten(0, 1) if value.rows.dim() > 1 else value.rows
+    return SampleRows(torch.as_tensor(value).detach().unsqueeze(0))
 
 
-def over_records(values: Tensor, reduce_fx: Any) -> Tensor:
+def _over_records(values: Tensor, reduce_fx: Any) -> Tensor:
     """Return the one value that is logged of those of records, shape (n,), as ``reduce_fx`` says."""
     values = values if values.is_floating_point() else values.float()
     name = getattr(reduce_fx, "__name__", reduce_fx)

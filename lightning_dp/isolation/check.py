@@ -133,7 +133,7 @@ class Check:
         Args:
             batch: that ``training_step`` is about to take.
         """
-        runner, engine = self._runner, self._runner.passes.watched.engine
+        runner, engine = self._runner, self._runner.passes.engine
         is_alike = not (runner.runs_hooks or runner.without_dropout or self._moves_weights)
         is_alike &= not full_precision(runner.device).changes_any  # as in the other runs
         is_plain = self._settings.gradients and self._settings.query.is_gradient
@@ -287,7 +287,7 @@ class Check:
     def _compare(self, found: _Found, a: Run, b: Run, kept: list[int]) -> None:
         """Compare the gradients of the same samples in two runs, and what the module keeps."""
         is_same_draw = a.drawn is not None and b.drawn is not None and a.drawn.is_same(b.drawn)
-        isolates = self._runner.passes.watched.engine.isolates
+        isolates = self._runner.passes.engine.isolates
         # What runs alone and is given the same gives the same, whatever is drawn for it.
         is_settled = (
             (isolates and a.has_drawn and a.given is not None and b.given is not None)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -21,7 +19,7 @@ from lightning_dp.boundary import Query, Term
 from lightning_dp.functional import in_float64, number_of_entries
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.gradients.base import AbstractPerSampleGradients
-from lightning_dp.gradients.batches import UNKNOWN_LAYOUT, Layout
+from lightning_dp.gradients.batches import UNKNOWN_LAYOUT, Layout, is_image, leaves, map_leaves
 from lightning_dp.gradients.parameter_sum import BookkeptGradients
 from lightning_dp.isolation.check import CURES, Check, Outcome, Settings
 from lightning_dp.isolation.comparison import GradientSample, UnitRows, take_sample
@@ -73,7 +71,7 @@ class DryRun:
         lengths = _lengths_in(self._like) if are_longer and self._have_lengths else ()
         longer = {length: 2 * length for length in lengths}
         return [
-            _SampleMaker(i, longer if i == count - 1 else {}).part(self._like) for i in range(count)
+            _SampleMaker(i, longer if i == count - 1 else {}).like(self._like) for i in range(count)
         ]
 
     def run(
@@ -102,7 +100,7 @@ class DryRun:
         try:
             first = self._first_run(runner, clip_norm)
             found = _compared(runner, first, partial(settings, query=_plain(first.unit)), twins)
-            if found.kind == "isolated" and not runner.passes.watched.engine.isolates:
+            if found.kind == "isolated" and not runner.passes.engine.isolates:
                 return mean_or_sum(runner, first.samples)
             return found
         except UnsupportedModelError:
@@ -116,14 +114,14 @@ class DryRun:
         Raises:
             UnsupportedModelError: where a record alone has no gradient.
         """
-        count = _FEWEST if runner.passes.watched.engine.one_record else _SAMPLES
+        count = _FEWEST if runner.passes.engine.one_record else _SAMPLES
         try:
             first = _FirstRun(runner, self._units(count), clip_norm)
         except UnsupportedModelError:
             raise
         except Exception:  # synthetic lengths that it does not take
             first = _FirstRun(runner, self._units(count, are_longer=False), clip_norm)
-        isolates = runner.passes.watched.engine.isolates
+        isolates = runner.passes.engine.isolates
         is_constant = isolates and not bool((first.norms > _NOTHING).any())
         if is_constant and runner.has_plain_gradient(first.samples):
             raise UnsupportedModelError(_CONSTANT, topic="coupled-records")
@@ -267,21 +265,16 @@ _NO_NUMBERS = "OSUMmV"  # kinds of arrays
 
 def _lengths_in(sample: Any) -> set[int]:
     """Return the lengths of a sample's arrays and lists of numbers in their first dimension."""
-    return {shape[0] for shape in _shapes(sample) if shape and shape[0] > 1}
+    shapes = map(_shape_of, leaves(sample, rows=True))
+    return {shape[0] for shape in shapes if shape and shape[0] > 1}
 
 
-def _shapes(part: Any) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes of all arrays and lists of numbers."""
-    if isinstance(part, Tensor | np.ndarray):
-        yield tuple(part.shape)
-    elif _is_list_of_numbers(part):
-        yield (len(part),)
-    elif _is_image(part):
-        yield tuple(part.size)
-    elif _is_container(part):
-        whole = part if isinstance(part, Mapping | list | tuple) else vars(part)
-        for each in whole.values() if isinstance(whole, Mapping) else whole:
-            yield from _shapes(each)
+def _shape_of(leaf: Any) -> Sequence[int]:
+    if isinstance(leaf, Tensor | np.ndarray):
+        return leaf.shape
+    if _is_list_of_numbers(leaf):
+        return (len(leaf),)
+    return leaf.size if is_image(leaf) else ()
 
 
 class _SampleMaker:
@@ -291,8 +284,11 @@ class _SampleMaker:
         self.i, self.lengths = i, lengths
         self.generator = torch.Generator().manual_seed(1 + i)
 
-    def part(self, like: Any) -> Any:
+    def like(self, sample: Any) -> Any:
         """Make something of the same type and structure."""
+        return map_leaves(sample, self._leaf, rows=True)
+
+    def _leaf(self, like: Any) -> Any:
         if isinstance(like, Tensor):
             return self._tensor(like)
         if isinstance(like, np.ndarray):
@@ -301,15 +297,13 @@ class _SampleMaker:
             return self._number(like)
         if isinstance(like, str | bytes):
             return self._text(like)
-        if _is_image(like):
+        if is_image(like):
             return self._image(like)
         if _is_list_of_numbers(like):
             size = self.lengths.get(len(like), len(like))
             made = self._values(_dtype_of(like[0]), (size,)).tolist()
             return type(like)(type(like[0])(each) for each in made)
-        if _is_container(like):
-            return _rebuilt(like, self.part)
-        return like
+        return type(like)(map(self._leaf, like)) if isinstance(like, list | tuple) else like
 
     def _shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if not shape:
@@ -364,11 +358,6 @@ class _SampleMaker:
         return new
 
 
-def _is_image(part: Any) -> bool:
-    images: Any = sys.modules.get("PIL.Image")
-    return images is not None and isinstance(part, images.Image)
-
-
 def _dtype_of(number: Any) -> torch.dtype:
     if isinstance(number, bool | np.bool_):
         return torch.bool
@@ -378,33 +367,5 @@ def _dtype_of(number: Any) -> torch.dtype:
 
 
 def _is_list_of_numbers(part: Any) -> bool:
-    if not isinstance(part, list | tuple) or hasattr(part, "_fields") or not part:
-        return False
-    return all(isinstance(each, int | float | np.number) for each in part)
-
-
-def _is_container(part: Any) -> bool:
-    if isinstance(part, Mapping | list | tuple):
-        return True
-    if isinstance(part, type) or not hasattr(part, "__dict__"):
-        return False
-    return dataclasses.is_dataclass(part) or any(
-        isinstance(each, Tensor | np.ndarray) or _is_image(each) for each in vars(part).values()
-    )
-
-
-def _rebuilt(part: Any, of_part: Callable[[Any], Any]) -> Any:
-    """Return a container of the same kind with each thing in it replaced."""
-    if isinstance(part, Mapping):
-        new = copy.copy(part)
-        for key in list(part):
-            new[key] = of_part(part[key])  # type: ignore[index]
-        return new
-    if isinstance(part, tuple) and hasattr(part, "_fields"):
-        return type(part)(*(of_part(each) for each in part))
-    if isinstance(part, list | tuple):
-        return type(part)(of_part(each) for each in part)
-    new = copy.copy(part)
-    for name, value in vars(part).items():
-        object.__setattr__(new, name, of_part(value))
-    return new
+    is_list = isinstance(part, list | tuple) and bool(part)
+    return is_list and all(isinstance(each, int | float | np.number) for each in part)

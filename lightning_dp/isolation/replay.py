@@ -214,9 +214,9 @@ class Runner:
         module = self.module
         with self._traceless(start) as begun, ExitStack() as stack:
             run = Run(self._batch(samples), len(samples), samples, start=begun)
-            run.given = Snapshot.of(module) if self.passes.watched.engine.isolates else None
+            run.given = Snapshot.of(module) if self.passes.engine.isolates else None
             writes, calls = Writes(module, self.params), list[Call]()
-            if watched and not self.passes.watched.engine.isolates:
+            if watched and not self.passes.engine.isolates:
                 stack.callback(watch_calls(module, calls).take_off)
             self._differentiate(run, query, start, look)
             run.written = writes.names()
@@ -242,7 +242,7 @@ class Runner:
 
     def _dropout(self) -> AbstractContextManager[None]:
         """Return a context in which records that run alone, whatever their group, drop nothing."""
-        is_off = self.passes.watched.engine.isolates or self.without_dropout
+        is_off = self.passes.engine.isolates or self.without_dropout
         return without_dropout(self.module) if is_off else nullcontext()
 
     @contextmanager
@@ -293,8 +293,8 @@ class Runner:
                 found = self._gradients(query, replay, run.samples)
             run.gradients = None if found is None else look(found)
         finally:
-            self.passes.watched.drop()
-        if ends and self.passes.watched.engine.one_record:  # after each of which all is as before
+            self.passes.drop()
+        if ends and self.passes.engine.one_record:  # after each of which all is as before
             run.drawn = start
             ends[:] = [self.snapshot()]
         run.has_drawn = _has_drawn(run, start, ends[0] if ends else None)
@@ -307,15 +307,15 @@ class Runner:
         self, query: Query, replay: Replay, samples: Sequence[Any]
     ) -> AbstractPerSampleGradients | None:
         """Return the gradients of samples; each in its own batch, where an engine wants that."""
-        watched = self.passes.watched
-        if not watched.engine.one_record:
+        passes = self.passes
+        if not passes.engine.one_record:
             try:
-                return self.passes.gradients(query, replay)
+                return passes.gradients(query, replay)
             except UnsupportedModelError:
-                if not watched.engine.one_record:  # to which it came just now
+                if not passes.engine.one_record:  # to which it came just now
                     raise
         singles = Singles(self._batch([sample]) for sample in samples)
-        return self.passes.gradients(query, replace(replay, batch=singles, owners=None))
+        return passes.gradients(query, replace(replay, batch=singles, owners=None))
 
     def _forward(self, batch: Any, run: Run, outputs: list[Any]) -> Any:
         """Return what ``training_step`` does; or the loss that it goes back from by hand."""

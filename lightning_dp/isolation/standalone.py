@@ -116,7 +116,7 @@ def _compared(runner: Runner, samples: list[Any], clip_norm: float) -> Outcome:
         found = check.settle(bool)
         if found.kind != "isolated":
             return found
-    return found if runner.passes.watched.engine.isolates else mean_or_sum(runner, samples)
+    return found if runner.passes.engine.isolates else mean_or_sum(runner, samples)
 
 
 def _transferred(module: LightningModule, batch: Any) -> Any:

@@ -94,11 +94,6 @@ class TwinState:
         return bool(self._ever)
 
     @property
-    def has_ends(self) -> bool:
-        """True if something followed the records of the latest pair, whatever became of it since."""
-        return bool(self._ends[0])
-
-    @property
     def names(self) -> tuple[str, ...]:
         """The dotted names of what follows the records."""
         return tuple(dict.fromkeys(twin.name for twin in self._twins.values()))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -122,6 +124,13 @@ class RowsOfUnits:
 
     def __len__(self) -> int:
         return len(self.starts) - 1
+
+    @cached_property
+    def digest(self) -> str:
+        """Name of which rows belong to which unit, the same in every process that agrees on it."""
+        whole = hashlib.blake2b(self.rows.tobytes(), digest_size=16)
+        whole.update(self.starts.tobytes())
+        return whole.hexdigest()
 
     def draw(self, units: Integers, rng: np.random.Generator) -> tuple[Integers, Integers]:
         """Draw the rows to be read of some units: the rows, and the place of each one's unit."""

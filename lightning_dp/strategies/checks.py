@@ -164,7 +164,7 @@ def check_estimator(
     """
     estimator, is_automatic = config.resolved_estimator(), module.automatic_optimization
     engine, traits = config.engine, estimator.traits
-    if traits.uses_hessian and not step.engine.watched.engine.has_products:
+    if traits.uses_hessian and not step.engine.passes.engine.has_products:
         raise MisconfigurationError(
             f"{estimator} needs Hessian-vector products, which this engine does not have: "
             f"{step.engine.choice.description}. Use engine='layers', and change a layer that it "

@@ -24,11 +24,13 @@ from lightning_dp.sampling import AbstractSampling, FixedOrder
 from lightning_dp.sampling.blocks import AbstractBlockSampling
 from lightning_dp.sampling.loader import Chunk, ChunkSampler, PrivateDataLoader
 from lightning_dp.sampling.stream import by_place
+from lightning_dp.sampling.units import RowsOfUnits
 
 __all__ = [
     "before_transfer",
     "changed_rows",
     "check_rate",
+    "check_same_units",
     "chunk_in_hand",
     "make_private_loader",
     "private_loader_of",
@@ -57,12 +59,7 @@ def make_private_loader(
     units = run.config.rows_of_units(checked.dataset)
     num_records = len(checked.dataset if units is None else units)  # type: ignore[arg-type]
     _check_block(checked, trainer, run.config.sampling)
-    if num_records != (of_lead := world.broadcast(num_records)):
-        raise RefusedSetting(
-            f"Rank {world.rank} has a training set of {num_records} {run.config.unit_word}s, rank 0 "
-            f"one of {of_lead}. Every rank must see the same data set; each draws from its own shard.",
-            topic="ranks-differ",
-        )
+    check_same_units(units, num_records, run.config.unit_word, world)
     plan = run.config.sampling.plan(
         num_records=num_records,
         batch_size=checked.batch_size or 0,
@@ -92,6 +89,29 @@ def make_private_loader(
         admit=_check_asker,
         each_alone=run.config.runs_each_record_alone and units is None,
     )
+
+
+def check_same_units(
+    units: RowsOfUnits | None, num_records: int, unit_word: str, world: World
+) -> None:
+    """Refuse processes that do not share the same records, or users with the same rows.
+
+    Otherwise one could be in the batches of two processes, each in the place of another.
+    """
+    number, rows = world.broadcast((num_records, None if units is None else units.digest))
+    if num_records != number:
+        raise RefusedSetting(
+            f"Rank {world.rank} has a training set of {num_records} {unit_word}s, rank 0 "
+            f"one of {number}. Every rank must see the same data set; each draws from its own shard.",
+            topic="ranks-differ",
+        )
+    if units is not None and units.digest != rows:
+        raise RefusedSetting(
+            f"Rank {world.rank} has other rows for the {unit_word}s of its training set than rank 0: "
+            "UserLevel(ids=...) or the order of the rows differs. Build both in the same way on every "
+            "rank; hash() of a text does not, so give the text itself as the id.",
+            topic="ranks-differ",
+        )
 
 
 def _length(loader: DataLoader[Any], num_records: int, world: World) -> int:

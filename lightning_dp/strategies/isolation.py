@@ -25,7 +25,7 @@ from lightning_dp._world import World
 from lightning_dp.boundary import Query
 from lightning_dp.gradients import ALONE, UnsupportedModelError
 from lightning_dp.gradients.base import without_alone
-from lightning_dp.gradients.batches import DEFAULT_LAYOUT, loss_in
+from lightning_dp.gradients.batches import DEFAULT_LAYOUT, leaves, loss_in
 from lightning_dp.isolation.check import (
     BY_CONSTRUCTION,
     Check,
@@ -61,6 +61,11 @@ _UNEXPLAINED = (
     "in a hook of the module (on_train_batch_end, on_train_epoch_end), where it can be compared; or, if "
     "a callback or validation writes them by weights and public numbers alone, say so: "
     "DifferentialPrivacy(checks=Checks(public_state=['their names'])), which the report prints."
+)
+_EDITED = (
+    "A callback changes the batch in on_train_batch_start. Callbacks are never run twice, so what it "
+    "does to a record cannot be compared with what it does to it among others. Do it in "
+    "on_after_batch_transfer of the module or the data module."
 )
 _MADE_UP = (
     "(Found on synthetic samples. If it is wrong, leave it out with checks=Checks(dry_run=False).)"
@@ -108,8 +113,10 @@ class IsolationWatch:
         self._weights: tuple[int, ...] | None = None  # versions of trained ones, after an update
         self.fault: str | None = None
         """The reason for which nothing more may be released: what a hook between two steps did."""
-        self._hooks = _BeforeHooks(self)
-        trainer.callbacks.insert(0, self._hooks)  # type: ignore[attr-defined]
+        self._callbacks = _BeforeHooks(self), _AfterCallbacks(self)
+        self._handed_over: list[tuple[Any, int]] = []
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks[:] = [self._callbacks[0], *callbacks, self._callbacks[1]]
         if names := run.config.checks.public_state:
             note = f"what callbacks and validation write into {', '.join(names)} (declared, not checked)"
             run.not_covered = (*run.not_covered, note)
@@ -118,8 +125,7 @@ class IsolationWatch:
         """Take the hooks away; what was written until now is known."""
         self._note_changes()
         callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
-        if self._hooks in callbacks:
-            callbacks.remove(self._hooks)
+        callbacks[:] = [each for each in callbacks if each not in self._callbacks]
 
     def follow(self) -> None:
         """Watch the model on, which was moved off its device: hooks may still write."""
@@ -163,9 +169,9 @@ class IsolationWatch:
         found = dry.run(runner, self._settings, self._clip_norm, self._twins)
         found = self._world.broadcast(found)
         engine.settle()
-        self._run.engine = engine.watched.description
+        self._run.engine = engine.passes.description
         self._run.isolation = self._described(found)
-        if engine.watched.engine.one_record and self._world.is_lead and engine.choice.reasons:
+        if engine.passes.engine.one_record and self._world.is_lead and engine.choice.reasons:
             reason = engine.choice.reasons[-1].text
             warn(f"Each record runs alone, one after the other. {reason}", topic="one-by-one")
         self._refuse(found)
@@ -181,7 +187,7 @@ class IsolationWatch:
             )
 
     def _described(self, found: Outcome) -> str:
-        if self._step.engine.watched.engine.isolates and not self._needs_gradients:
+        if self._step.engine.passes.engine.isolates and not self._needs_gradients:
             return BY_CONSTRUCTION
         if found.kind == "not compared":
             return f"synthetic samples were not compared ({found.reason})"
@@ -350,6 +356,20 @@ class IsolationWatch:
             return self.fault
         return _UNEXPLAINED.format(sorted(names)[:5])
 
+    def before_callbacks(self, batch: object) -> None:
+        """Note what the Trainer's callbacks are handed."""
+        self._handed_over = _leaves_and_versions(batch)
+
+    def after_callbacks(self, batch: object) -> None:
+        """Note a fault if one of them has changed it: what runs once cannot be compared."""
+        before, self._handed_over = self._handed_over, []
+        now = _leaves_and_versions(batch)
+        is_same = len(now) == len(before) and all(
+            a is b and x == y for (a, x), (b, y) in zip(now, before, strict=True)
+        )
+        if self._run.config.checks.comparisons and not (is_same or self._step.one_record):
+            self.fault = self.fault or _EDITED
+
     def before_hook(self, name: str, *args: Any) -> None:
         """Run a hook of the module as it would run after other records; then Lightning runs it."""
         is_of_epoch = "epoch" in name
@@ -427,7 +447,7 @@ class IsolationWatch:
     @property
     def _needs_gradients(self) -> bool:
         """False if records ran alone, and nobody but torch made a batch of them."""
-        engine = self._step.engine.watched.engine
+        engine = self._step.engine.passes.engine
         return not (engine.isolates and (engine.one_record or self._is_plain))
 
     @property
@@ -526,6 +546,11 @@ class _BeforeHooks(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._watch.before_hook_of_epoch("on_train_epoch_start")
 
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._watch.before_callbacks(batch)
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         self._watch.before_hook("on_train_batch_end", *args)
 
@@ -535,6 +560,26 @@ class _BeforeHooks(Callback):
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._watch.before_hook("on_validation_epoch_end")
+
+
+class _AfterCallbacks(Callback):
+    """Looks at the batch when all callbacks have seen it."""
+
+    def __init__(self, watch: IsolationWatch) -> None:
+        self._watch = watch
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._watch.after_callbacks(batch)
+
+
+def _leaves_and_versions(batch: object) -> list[tuple[Any, int]]:
+    """Return the parts of a batch, and how often each was written to."""
+    return [
+        (leaf, leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0)
+        for leaf in leaves(batch, rows=True)
+    ]
 
 
 def _reads_together(loader: PrivateDataLoader) -> bool:

@@ -40,9 +40,8 @@ from lightning_dp.gradients.base import (
     Forward,
 )
 from lightning_dp.gradients.batches import RowOwners, leaves, loss_in
-from lightning_dp.gradients.passes import passes_of
+from lightning_dp.gradients.passes import WrapEngine, passes_of
 from lightning_dp.gradients.side_effects import SideEffects
-from lightning_dp.gradients.watched_model import WrapEngine
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.optimizers import NOISE_VARIANCE, with_noise_variance
 from lightning_dp.run import PrivateRun
@@ -123,7 +122,7 @@ class PrivateStep:
         device: torch.device,
     ) -> None:
         self.parameters, self.params = parameters, parameters.trained
-        self.engine, self._passes, self._watched = engine, engine.passes, engine.watched
+        self.engine, self._passes = engine, engine.passes
         self._module, self._device, self._process = module, device, os.getpid()
         self._batch = _BatchAccounts()
         self._norms = [part for part in module.modules() if normalises_over_the_batch(part)]
@@ -142,36 +141,36 @@ class PrivateStep:
     @property
     def one_record(self) -> bool:
         """True if each record must run alone, by :meth:`answer_each`."""
-        return self._watched.engine.one_record
+        return self._passes.engine.one_record
 
     def run(self, forward: Forward, batch: object) -> Any:
         """Run the chunk's forward pass under the engine, and return what ``training_step`` does."""
         chunk, effects = self._batch.chunk, self.engine.effects
         size = 1 if chunk is None else max(1, chunk.rows)
         owners = None if chunk is None else _owners(chunk)
-        if not self._watched.engine.runs_parts:
-            return self._watched.run(forward, batch, size, owners=owners)
+        if not self._passes.engine.runs_parts:
+            return self._passes.forward(forward, batch, size, owners=owners)
         with effects.of_step() as around:
-            output = self._watched.run(forward, batch, size, around, owners)
+            output = self._passes.forward(forward, batch, size, around, owners)
         if effects.state_differs is not None:
             self.note(effects.state_differs)
         return output
 
     def has_no_loss(self, forward: Forward, batch: object) -> bool:
         """Return True if records, which run alone, have no loss, whatever their values are."""
-        watched, chunk = self._watched, self._batch.chunk
-        if not watched.engine.runs_parts or chunk is None:
+        passes, chunk = self._passes, self._batch.chunk
+        if not passes.engine.runs_parts or chunk is None:
             return False
-        loss = loss_in(watched.run(forward, batch, chunk.rows, owners=_owners(chunk)))
-        watched.drop()
-        return loss is None and not watched.engine.has_asked
+        loss = loss_in(passes.forward(forward, batch, chunk.rows, owners=_owners(chunk)))
+        passes.drop()
+        return loss is None and not passes.engine.has_asked
 
     def begin(self, chunk: Chunk) -> None:
         """Open the accounts of the next physical batch."""
         self._check_process()
         self._is_passed_on, self.look = False, None
         if self._batch.chunk is not None:
-            self._watched.drop()  # what a batch without a backward pass left
+            self._passes.drop()  # what a batch without a backward pass left
         if chunk.first:
             self._batch = _BatchAccounts()
         self._batch.chunk, self._batch.is_whole = chunk, chunk.last
@@ -201,7 +200,7 @@ class PrivateStep:
         if (query is not None and query.runs_again) or _has_rounds(mechanism):
             self._randomness = RandomState(self._device)
         else:
-            self._randomness = self._watched.randomness
+            self._randomness = self._passes.randomness
 
     def _check_norms(self) -> None:
         """Note that a layer that was constant as the fit began normalises over the batch by now."""
@@ -219,7 +218,7 @@ class PrivateStep:
         """
         if self._forward_again is None:
             raise reason
-        self._watched.go_down(reason)
+        self._passes.go_down(reason)
 
     def begin_again(self) -> None:
         """Draw the random numbers of the chunk once more from here on."""
@@ -233,7 +232,7 @@ class PrivateStep:
             CoupledLossError: naming the node of its graph, and the cure.
         """
         if self._batch.chunk is not None:
-            self._watched.check_loss(loss, self._batch.chunk.rows)
+            self._passes.check_loss(loss, self._batch.chunk.rows)
 
     def backward(
         self, loss: Tensor, query: Query | None, *, keep_graph: bool, divisor: float = 1.0
@@ -245,7 +244,7 @@ class PrivateStep:
             return
         combined = query is not None and len(passes_of(query)) > 1
         try:
-            self._watched.backward(loss, keep_graph=keep_graph, combined=combined, divisor=divisor)
+            self._passes.backward(loss, keep_graph=keep_graph, combined=combined, divisor=divisor)
         except UnsupportedModelError as reason:
             self.pass_on(reason)
             self._is_passed_on = True
@@ -254,11 +253,11 @@ class PrivateStep:
         """Take what the backward pass left; None if nothing, or if the next engine has to run."""
         if not self._is_passed_on and not self._batch.faults:
             try:
-                return self._watched.take(scale)
+                return self._passes.take(scale)
             except UnsupportedModelError as reason:
                 self.pass_on(reason)
                 self._is_passed_on = True
-        self._watched.drop()
+        self._passes.drop()
         return None
 
     def awaits(self, mechanism: Mechanism) -> bool:
@@ -343,7 +342,7 @@ class PrivateStep:
         It is not raised here, since other ranks would wait for this one.
         """
         self._batch.faults.append(fault)
-        self._watched.drop()
+        self._passes.drop()
 
     def fault(self, mechanism: Mechanism) -> str | None:
         """Return why what was answered so far may not be released; None if it may."""
@@ -434,7 +433,7 @@ class PrivateStep:
 
     def detach(self) -> None:
         """Leave the model as it was."""
-        self._watched.detach()
+        self._passes.detach()
         self._batch, self._forward_again, self._records = _BatchAccounts(), None, None
 
 
@@ -515,7 +514,6 @@ class FitEngine:
             loss_graph_check=config.checks.loss_graph,
             loss_scale=LOSS_SCALE if module.trainer.precision == "16-mixed" else 1.0,
         )
-        self.watched = self.passes.watched
 
     def settle(self) -> None:
         """Go on with the engine that the lead process came to, and with no other, if there are shards.
@@ -523,7 +521,7 @@ class FitEngine:
         All processes make each pass together, so none of them may run a chunk again by itself.
         """
         if self.is_sharded:
-            with self.watched.without_engine():  # between two batches
+            with self.passes.without_engine():  # between two batches
                 self.choice.stay(self._world.broadcast(self.choice.reasons))
 
     @contextmanager

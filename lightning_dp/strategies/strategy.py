@@ -234,9 +234,9 @@ class DifferentialPrivacyStrategy(Strategy):
         parameters = SameParameters(module, private, public)
         trained = parameters.trained
         engine = FitEngine(module, run.config, world, trained, public, self.wrap_engine)
-        run.engine, run.optimizers = engine.watched.description, optimizers.description
-        if engine.watched.compiled_note is not None:
-            rank_zero_info(f"privacy: {engine.watched.compiled_note}.")
+        run.engine, run.optimizers = engine.passes.description, optimizers.description
+        if engine.passes.compiled_note is not None:
+            rank_zero_info(f"privacy: {engine.passes.compiled_note}.")
         step = PrivateStep(module, parameters, engine, device)
         edits = GradientGuard(
             trainer, trained, is_declared=run.config.checks.gradient_edits is not None
@@ -463,7 +463,7 @@ class DifferentialPrivacyStrategy(Strategy):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         with self._noting_refusals():
             fit.step.check_loss(closure_loss)
-            with fit.step.engine.watched.as_written():  # checkpoints run parts of the model again
+            with fit.step.engine.passes.as_written():  # checkpoints run parts of the model again
                 return self._answer(closure_loss, optimizer, *args, **kwargs)
         return closure_loss
 
@@ -532,7 +532,7 @@ class DifferentialPrivacyStrategy(Strategy):
         backward = partial(step.backward, query=mechanism.query, divisor=divisor)
         if args or kwargs or is_overridden("backward", self.lightning_module):
             backward(closure_loss, keep_graph=True)
-            with step.engine.watched.engine.repeating():
+            with step.engine.passes.engine.repeating():
                 loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         else:
             loss = self._backward_by(partial(backward, keep_graph=False), closure_loss)

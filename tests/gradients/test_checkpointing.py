@@ -208,9 +208,9 @@ def test_a_graph_that_is_kept_is_good_for_another_pass(call, oracle):
     plain, model = pair(Nested, call)
     batch = torch.randn(oracle.records, WIDTH)
     with RecordPasses(model, oracle.trained(model), "layers") as runs:
-        loss = runs.watched.run(lambda b: oracle.mean_loss(model(b)), batch, len(batch))
-        runs.watched.backward(loss, keep_graph=True)
-        norms = runs.watched.take().norms()
+        loss = runs.forward(lambda b: oracle.mean_loss(model(b)), batch, len(batch))
+        runs.backward(loss, keep_graph=True)
+        norms = runs.take().norms()
         loss.backward()
         assert all(param.grad is None for param in model.parameters())
     torch.testing.assert_close(

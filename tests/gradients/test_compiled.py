@@ -145,7 +145,7 @@ def check(net: nn.Module, engine: str, oracle: Any) -> str:
         expected = oracle.one_by_one(net, batch)
     with RecordPasses(net, oracle.trained(net), engine) as passes:
         found = passes.run(lambda b: oracle.mean_loss(net(b)), batch, len(batch))
-        description = passes.watched.description
+        description = passes.description
     total = oracle.clipped(expected, 0.1).to(torch.float32)
     factors = (0.1 / found.norms()).clamp(max=1)
     torch.testing.assert_close(found.norms(), expected.norm(dim=1), rtol=2e-6, atol=0)

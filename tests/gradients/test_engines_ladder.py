@@ -87,7 +87,7 @@ def test_the_next_engine_answers_from_the_same_records_and_random_numbers(place,
             answers.append(
                 [passes.answer(QUERY, chunk_of(model, n, runs)).value for n in (4, 3, 4)]
             )
-            described.append(passes.watched.description)
+            described.append(passes.description)
     torch.testing.assert_close(*answers, rtol=0, atol=0)
     assert described[1].startswith("layers, since fussy does not cover this model: 0 (Linear)")
     assert runs == [4, 3, 4] * 2 if place == "attach" else [4, 3, 4, 4, 3, 3, 4]
@@ -129,7 +129,7 @@ def test_what_cannot_run_again_ends_there(ladder):
         assert passes.answer(QUERY, Replay(None, None, 4), first=first[0]) is not None
         with pytest.raises(UnsupportedModelError, match="more or fewer rows"):
             passes.answer(QUERY, Replay(None, None, 2), first=first[1])
-        assert passes.watched.description == "fussy"
+        assert passes.description == "fussy"
 
 
 def test_other_rows_are_tried_by_each_engine(ladder):
@@ -138,7 +138,7 @@ def test_other_rows_are_tried_by_each_engine(ladder):
     with RecordPasses(model, list(model.parameters()), "auto") as passes:
         with pytest.raises(UnsupportedModelError, match="more or fewer rows than the batch"):
             passes.answer(QUERY, replace(chunk_of(model, 4, []), size=2))
-        assert passes.watched.description.startswith("layers, since fussy")
+        assert passes.description.startswith("layers, since fussy")
 
 
 def test_a_loss_that_mixes_records_is_no_matter_of_engines(ladder):
@@ -148,7 +148,7 @@ def test_a_loss_that_mixes_records_is_no_matter_of_engines(ladder):
     with RecordPasses(model, list(model.parameters()), "auto") as passes:
         with pytest.raises(CoupledLossError):
             passes.answer(QUERY, Replay(lambda b: model(b).mean(1).std(), x, 4))
-        assert passes.watched.description == "fussy"
+        assert passes.description == "fussy"
 
 
 def test_a_choice_goes_down_for_all_who_share_it():

@@ -283,7 +283,7 @@ def test_without_the_engine_raw_gradients_are_still_dropped(passes):
     net = make_net()
     mine, query = passes(net), Query(QUERIES["here"], 0.2, 0.0)
 
-    with mine.watched.without_engine():
+    with mine.without_engine():
         loss_of(net)((X, Y)).backward()
         assert all(param.grad is None for param in net.parameters())
 

@@ -114,7 +114,7 @@ def test_tensors_of_records_that_are_kept_are_refused_and_records_run_one_by_one
     module, batch = made(example)
     with RecordPasses(module, trained(module), "records") as passes:
         found = run(passes, replay(example, module, batch))
-        assert passes.watched.description.startswith("one_by_one, since records")
+        assert passes.description.startswith("one_by_one, since records")
     expected = rows(example, *made(example)).norm(dim=1)
     torch.testing.assert_close(found.norms(), expected)
 

@@ -207,6 +207,26 @@ class CoherentAtBatchStart(Base):
         batch[0].copy_(coherent(batch[0]))
 
 
+class EditsAtBatchStart(L.Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        batch[0].copy_(coherent(batch[0]))
+
+
+class ReplacesAtBatchStart(L.Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        batch[0] = coherent(batch[0])
+
+
+class ReadsAtBatchStart(L.Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.seen = float(batch[0].mean()), batch[0].clone().zero_()
+
+
+bad("callback", "writes_a_batch", n=512, data=marked, callbacks=lambda: [EditsAtBatchStart()])(Base)
+bad("callback", "exchanges_a_batch", n=8, callbacks=lambda: [ReplacesAtBatchStart()])(Base)
+ordinary("callback", "reads_a_batch", callbacks=lambda: [ReadsAtBatchStart()])(Base)
+
+
 def coherent_collate(rows: list[Any]) -> Any:
     x, y = default_collate(rows)
     return coherent(x), y

@@ -133,12 +133,3 @@ def test_the_bare_loop_is_the_trainers_run(script, name, tmp_path):
     assert spent == pytest.approx(privacy.epsilon, rel=1e-9)
     for ours, trainers in zip(trainee.params, model.net.parameters(), strict=True):
         torch.testing.assert_close(ours, trainers, rtol=0, atol=0)
-
-
-def test_the_statistics_are_known_ones(common):
-    assert common.holm([0.01, 0.5, 0.02]) == pytest.approx([0.03, 0.5, 0.04])
-    assert common.holm([]) == []
-    found = common.Summary.of([1.0, 2.0, 3.0, 4.0])
-    assert found.margin == pytest.approx(3.182446 * found.deviation / 2, rel=1e-6)
-    assert common.paired_p([1, 2, 3, 4, 5, 6], [0] * 6) == pytest.approx(2 / 2**6)
-    assert common.paired_p([1, 2, 3], [0, 0, 0]) == 1

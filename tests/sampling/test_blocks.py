@@ -145,6 +145,17 @@ def test_ranks_have_the_order_of_a_distributed_loader_and_all_records():
     assert [len(batch) for batch in found[0]] == [8, 8, 8, 2]
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_loader_of_all_records_on_each_rank_makes_no_batches_without_records(accumulate):
+    """As Lightning leaves that of a stream, which has no sampler to divide."""
+    plan = FixedOrder().plan(
+        num_records=24, batch_size=2, accumulate=accumulate, world_size=2, loader_length=12
+    )
+    assert plan.steps_per_epoch == 6 // accumulate
+    found = [draws(FixedOrder(), plan.steps_per_epoch, plan, rank, 2) for rank in range(2)]
+    assert {len(batch) for of_rank in found for batch in of_rank} == {2 * accumulate}
+
+
 def test_a_batch_larger_than_the_data_is_all_of_them():
     plan = FixedOrder().plan(
         num_records=5, batch_size=8, accumulate=1, world_size=2, loader_length=1

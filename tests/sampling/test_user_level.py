@@ -10,9 +10,11 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lightning_dp import Poisson, UserLevel
+from lightning_dp._world import World
 from lightning_dp.sampling import BatchPlan
 from lightning_dp.sampling.loader import ChunkSampler
 from lightning_dp.sampling.units import RowsOfUnits
+from lightning_dp.strategies.data import check_same_units
 
 
 class Visits(Dataset):
@@ -166,3 +168,15 @@ def test_sizes_and_rows_are_in_no_text():
     assert "records" not in repr(chunk) and "owners" not in repr(chunk)
     rows = UserLevel("patients", most_rows=3).rows_of(DATA)
     assert repr(rows) == "RowsOfUnits(most_rows=3, augmentations=1)"
+
+
+def test_ranks_whose_users_have_other_rows_are_refused():
+    """hash() of a text differs from process to process, and numbers are sorted."""
+    lead, same, other = (
+        UserLevel(ids=np.array(ids), most_rows=1).rows_of(range(4))
+        for ids in ([7, 7, 3, 9], [7, 7, 3, 9], [2, 2, 8, 5])
+    )
+    world = World(1, 2, broadcast=lambda _: (3, lead.digest))
+    check_same_units(same, 3, "user", world)
+    with pytest.raises(ValueError, match="Rank 1 has other rows for the users"):
+        check_same_units(other, 3, "user", world)

@@ -52,10 +52,10 @@ def gradients(model, engine, batch, *, dtype=torch.float16, size=None, divisor=1
 
     scale = LOSS_SCALE if dtype == torch.float16 else 1.0
     with RecordPasses(model, list(model.parameters()), engine, loss_scale=scale) as passes:
-        value = passes.watched.run(loss, (x, y, weight), len(x))
+        value = passes.forward(loss, (x, y, weight), len(x))
         assert value.isfinite()
-        passes.watched.backward(value, divisor=divisor)
-        found = passes.watched.take(divisor)
+        passes.backward(value, divisor=divisor)
+        found = passes.take(divisor)
         return found.norms(), bounded_sum(found, 0.5).value
 
 

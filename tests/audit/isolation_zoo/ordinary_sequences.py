@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from opacus.layers import DPGRU, DPLSTM
+from opacus.layers import DPLSTM
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -103,50 +103,6 @@ class LongShortTerm(Sequences):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net["head"](self.net["body"](self.net["embedding"](x))[0][:, -1])
-
-
-@ordinary(records=tokens)
-class GatedRecurrent(LongShortTerm):
-    def body(self) -> nn.Module:
-        return DPGRU(8, 8, batch_first=True)
-
-
-@ordinary(records=padded)
-class SequenceToSequence(Sequences):
-    """Encoder, decoder, teacher forcing, masks for padding, a mean for each record."""
-
-    classes = 12
-
-    def body(self) -> nn.Module:
-        return nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, _ = batch
-        embedded = self.net["embedding"](x)
-        mask = nn.Transformer.generate_square_subsequent_mask(5)
-        h = self.net["body"](embedded, embedded[:, :-1], tgt_mask=mask)
-        real = (x[:, 1:] != 0).float()
-        losses = F.cross_entropy(self.net["head"](h).transpose(1, 2), x[:, 1:], reduction="none")
-        return ((losses * real).sum(1) / real.sum(1).clamp(min=1)).mean()
-
-
-class Reads(nn.Module):
-    """Learned queries read a sequence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.queries = nn.Linear(1, 16, bias=False)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        queries = self.queries(x.new_ones(len(x), 1)).view(len(x), 2, 8)
-        return self.attention(queries, x, x, need_weights=False)[0]
-
-
-@ordinary(records=tokens)
-class Perceiver(Sequences):
-    def body(self) -> nn.Module:
-        return Reads()
 
 
 @ordinary(
