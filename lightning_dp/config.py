@@ -37,7 +37,7 @@ from lightning_dp.noise import AbstractNoise, IndependentNoise
 from lightning_dp.postprocessing import AbstractPostProcessor
 from lightning_dp.sampling import AbstractSampling, FixedOrder, Poisson, UserLevel
 from lightning_dp.sampling.blocks import AbstractBlockSampling
-from lightning_dp.sampling.units import RowsOfUnits
+from lightning_dp.sampling.units import RowsOfUnits, name_by_user
 from lightning_dp.schedules import AbstractSchedule, Constant
 
 __all__ = ["About", "Checks", "EngineName", "PrivacyConfig", "check_engine_name"]
@@ -445,6 +445,12 @@ class PrivacyConfig:
     def unit_word(self) -> str:
         """The word for one unit of privacy."""
         return "record" if self.unit is None else "user"
+
+    @property
+    def data_set(self) -> str | None:
+        """The name of the training data in journals; None without one."""
+        name = None if self.about is None else self.about.data_set
+        return name if self.unit is None else name_by_user(name)
 
     def rows_of_units(self, dataset: Any) -> RowsOfUnits | None:
         """Return the rows of each unit of a training set; None where each row is one, read once."""

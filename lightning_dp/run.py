@@ -392,11 +392,7 @@ class PrivateRun:
         if world.is_lead:
             self.ledger.begin(run, directory)
             if self.batches is not None:
-                about, unit = self.config.about, self.config.unit
-                name = None if about is None else about.data_set
-                if unit is not None:  # ε of users and of records do not add up to one of either
-                    name = f"{name or 'a data set'}, by user"
-                self.ledger.note_data(self.batches.num_records, name)
+                self.ledger.note_data(self.batches.num_records, self.config.data_set)
         record = world.broadcast(self.ledger.state_dict())
         if not world.is_lead:
             self.ledger.mirror(record)

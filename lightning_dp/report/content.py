@@ -393,7 +393,8 @@ class Total:
         delta: the least δ that a report in the folder states, unless one is given.
         relation: replace-one, if a report in the folder is under it.
         seeded: the ledgers with a test seed: anyone who repeats their noise can subtract it.
-        apart: the ledgers without a guarantee: seeded, without noise, or voided.
+        apart: the ledgers without a guarantee: seeded, without noise, voided, or of users among those
+            of records.
         epsilon_of_others: ε of all ledgers but those.
     """
 

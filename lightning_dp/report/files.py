@@ -8,7 +8,7 @@ import math
 import os
 import reprlib
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -456,6 +456,7 @@ def total(
     journals: Sequence[tuple[str, Charges]],
     delta: float | None,
     relation: Relation,
+    by_user: Collection[str] = (),
 ) -> Total | None:
     r"""Compose what all ledgers were charged; each run counts once.
 
@@ -470,6 +471,8 @@ def total(
         journals: ledger id and charges of those without a document.
         delta: δ; by default the documents' smallest one.
         relation: for journals by themselves.
+        by_user: the ledgers that protect users. Next to ledgers of records they promise nothing: a
+            record more or less of a user is no user more or less.
 
     Returns:
         None if there are fewer than two ledgers, or no δ is known.
@@ -492,6 +495,8 @@ def total(
     under = next(each for each in stated if each in relations)  # which says something of all
     seeded = {each.document.ledger_id for each in checked if each.document.seeded}
     apart = seeded | {name for name, runs in ledgers.items() if not has_guarantee(runs)}
+    if not ledgers.keys() <= set(by_user):
+        apart |= ledgers.keys() & set(by_user)
     fixed = Charges()
     for name in ledgers.keys() - budgets.keys() - apart:
         fixed.merge(ledgers[name])  # of a run in two ledgers, the longer record

@@ -33,6 +33,7 @@ from lightning_dp.plan.advice import facts
 from lightning_dp.report.content import PrivacyReport
 from lightning_dp.report.files import has_guarantee
 from lightning_dp.run import PrivateRun
+from lightning_dp.sampling.units import is_by_user, is_named
 
 __all__ = ["EarlierTraining", "at_end", "fingerprints", "report_of_run", "some_of"]
 
@@ -288,13 +289,13 @@ def _divided(
 
 
 def _may_share_records(journal: JournalContent, run: PrivateRun) -> bool:
-    """Compare the user's names of the data sets, or without both names the numbers of records."""
+    """Compare units and names of the data sets, or without both names the numbers of units."""
     if run.batches is None or not journal.data:
         return True
-    about = run.config.about
-    own_name, own_number = None if about is None else about.data_set, run.batches.num_records
+    own_name, own_number = run.config.data_set, run.batches.num_records
     return any(
-        number == own_number if name is None or own_name is None else name == own_name
+        is_by_user(name) == is_by_user(own_name)
+        and (name == own_name if is_named(name) and is_named(own_name) else number == own_number)
         for number, name in journal.data
     )
 

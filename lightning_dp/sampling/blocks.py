@@ -184,7 +184,8 @@ class FixedOrder(AbstractBlockSampling):
     - Each record takes part once in a pass, and always at the same place, so its steps are exactly a
       pass apart, wherever epochs of the Trainer begin or end.
     - The guarantee is "zero_out": a record has no effect, and keeps its place. It is assumed that the
-      order does not depend on the records.
+      order does not depend on the records, and that data set or stream give the same one in every
+      pass: a shuffle buffer brings records back too soon, so that ε is more, and nothing notices it.
     - A pass is charged before its first record, and a stop inside is paid in full.
 
     Args:

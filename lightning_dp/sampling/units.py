@@ -16,9 +16,12 @@ from torch.utils.data import ConcatDataset, Subset
 from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import normalise, whole
 
-__all__ = ["RowsOfUnits", "UserLevel"]
+__all__ = ["RowsOfUnits", "UserLevel", "is_by_user", "is_named", "name_by_user"]
 
 Integers = NDArray[np.int64]
+
+# What a journal calls the data set of a run by user: its ε does not add up with one of records.
+_BY_USER, _NAMELESS = ", by user", "a data set"
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,21 @@ class RowsOfUnits:
         if len(own) <= self.most_rows:
             return own
         return rng.choice(own, self.most_rows, replace=False, shuffle=False)
+
+
+def name_by_user(name: str | None) -> str:
+    """Return the name of a data set, of which users are protected, in journals."""
+    return f"{name or _NAMELESS}{_BY_USER}"
+
+
+def is_by_user(name: str | None) -> bool:
+    """Tell whether a journal's name of a data set is one of :func:`name_by_user`."""
+    return name is not None and name.endswith(_BY_USER)
+
+
+def is_named(name: str | None) -> bool:
+    """Tell whether the user gave a name that stands in a journal."""
+    return name not in (None, name_by_user(None))
 
 
 def _named(dataset: Any, name: str) -> Any:

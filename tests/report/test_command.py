@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from lightning_dp import Checks
+from lightning_dp import Checks, UserLevel
 from lightning_dp.accounting import PoissonGaussian, epsilon, epsilon_text
 from lightning_dp.accounting.journal import Journal
 from lightning_dp.callbacks import DifferentialPrivacy
@@ -167,6 +167,23 @@ def test_the_total_of_a_folder_counts_every_ledger_once(fit, command, tmp_path):
     ) in output
     found = json.loads(command(tmp_path, "--json")[1])["total"]
     assert found["epsilon"] == pytest.approx(together) and found["ledgers"] == 3
+
+
+@pytest.mark.parametrize("has_report", [True, False])
+def test_users_are_not_added_up_with_records(fit, command, tmp_path, has_report):
+    """A row more or less of a user is no user more or less: ε of users says nothing about it."""
+    unit = UserLevel(ids=lambda data: [row // 2 for row in range(len(data))], most_rows=2)
+    arguments = {"noise_multiplier": 1.5, "target_delta": 1e-5, "checks": Checks(dry_run=False)}
+    users = [fit(privacy=DifferentialPrivacy(unit=unit, **arguments)) for _ in range(2)]
+    assert json.loads(command(tmp_path, "--json")[1])["total"]["apart"] == []
+    fit()
+    for each in () if has_report else users:
+        next(path for path in each.reports if each.id in path.name).unlink()
+
+    found = json.loads(command(tmp_path, "--json")[1])["total"]
+
+    assert found["apart"] == sorted(each.id for each in users)
+    assert found["epsilon"] == "inf" and found["epsilon_of_others"] == pytest.approx(TWELVE)
 
 
 def test_the_total_of_noise_chosen_at_run_time_is_that_of_whole_budgets(

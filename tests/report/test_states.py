@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import DataLoader, Subset
 
-from lightning_dp import About, Checks
+from lightning_dp import About, Checks, UserLevel
 from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.plan.advice import before
@@ -286,3 +286,12 @@ def test_journals_are_compared_by_the_name_and_the_number_of_records(about_other
     assert "2 of other data" not in about_others(about=one)  # only the part has another size
     assert "ε = " in (found := about_others(about=one, data=part(96))) and "2 of other" in found
     assert "4 of other data" in about_others(about=two, data=part(72))
+
+
+@pytest.mark.parametrize("about", [None, About(data_set="visits")])
+def test_users_are_added_up_with_users_and_not_with_records(about_others, about):
+    unit = UserLevel(ids=lambda data: [*range(len(data))], most_rows=1)
+    about_others(about=about)
+    assert "1 of other data" in about_others(about=about, unit=unit)
+    found = about_others(about=about, unit=unit)
+    assert "ε = " in found and "1 of other data" in found
