@@ -55,6 +55,7 @@ TESTS = [
     "tests/strategies/test_blocks.py",
     "tests/test_clipping.py",
     "tests/strategies/test_clipping_rules.py",
+    "tests/strategies/test_float16.py",
     "tests/test_optimizers.py",
 ]
 
@@ -102,6 +103,8 @@ FAULTS = (
     Fault("clip_norm_moves_the_other_way", "change = -self.rate", "* -1"),
     Fault("moved_clip_norm_not_saved", '"clip_norm": self.clip_norm', "and None"),
     Fault("released_norm_not_asked_for", "query = replace(query, clip_norm=self.clip_norm", "/ 2"),
+    Fault("loss_scale_of_the_mean", "self._factor = self._loss_scale", "/ self._rows"),
+    Fault("loss_scale_of_lightning", '{**vars(plugin), "scaler": None', "or plugin.scaler"),
     Fault("half_the_noise_subtracted", "return self.covariance[-1][-1]", "/ 2"),
     Fault("clip_after_the_sum", "finite_norms = norms", "* 0 + norms.mean()"),
     Fault("noise_on_other_ranks_only", "if noise_std > 0 and not has_begun", "and world.rank"),

@@ -488,7 +488,8 @@ def watched(plugin: Precision, guard: GradientGuard, private: Optimizer) -> Prec
     """Return the plugin with a ``clip_gradients`` that tells of its calls for the private optimizer.
 
     It is of a subclass, with the attributes of the plugin, not copies of them. A plugin that clips in
-    its own way is returned as it is: what it does is an edit.
+    its own way is returned as it is: what it does is an edit. It has no loss scaler, whose factor and
+    skipped steps would follow overflows; the passes have a constant one.
     """
     kind: Any = type(plugin)
     if not all(_is_lightnings(getattr(kind, name)) for name in _CLIPS):
@@ -509,6 +510,8 @@ def watched(plugin: Precision, guard: GradientGuard, private: Optimizer) -> Prec
     names = {"__module__": kind.__module__, "clip_gradients": clip_gradients}
     seen: Precision = object.__new__(type(kind.__name__, (kind,), names))
     seen.__dict__ = vars(plugin)
+    if getattr(plugin, "scaler", None) is not None:
+        seen.__dict__ = {**vars(plugin), "scaler": None}
     return seen
 
 
