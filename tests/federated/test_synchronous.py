@@ -180,6 +180,7 @@ def test_a_worker_goes_on_alone_in_its_turn_from_a_step_that_can_be_clipped(tmp_
         (0, START + 1, "not this client's turn"),
         (1, START * 1e-37, "too short or too long"),
         (1, START * 1e37, "too short or too long"),
+        (1, START * 1e160, "too short or too long"),
         (1, START[:-1], r"v: \(3,\) of"),
         (1, START.float(), "v: .*float32"),
     ):
