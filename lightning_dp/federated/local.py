@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -34,11 +35,17 @@ from lightning_dp.gradients.batches import call_training_step
 from lightning_dp.gradients.parameter_sum import MaterialisedGradients
 from lightning_dp.gradients.passes import at_point
 from lightning_dp.gradients.side_effects import SideEffects
+from lightning_dp.isolation.check import Settings
+from lightning_dp.isolation.comparison import own_copies
 from lightning_dp.isolation.dry_run import DryRun
+from lightning_dp.isolation.replay import Pipeline, Runner
+from lightning_dp.isolation.state import TwinState
 
 __all__ = ["LocalRecords"]
 
 Unit: TypeAlias = Literal["record", "client"]
+
+_log = logging.getLogger("lightning_dp.federated")
 
 _CHUNK_SIZE = 64
 _SYNTHETIC = 2  # records
@@ -79,9 +86,10 @@ class LocalRecords:
         chunk_size: records at a time; default the loader's batch size, else 64. Under
             engine="one_by_one" it is 1.
         device: where the module runs.
-        try_first: before the first charge, run a copy of the module once on synthetic records of the
-            shapes of yours, so that a mistake in ``training_step`` costs nothing. False for a
-            module that such records break.
+        try_first: before the first charge, run a copy of the module on synthetic records of the
+            shapes of yours, so that a mistake in ``training_step`` costs nothing, and refuse one that
+            couples records (``docs/isolation.md``; nothing is compared on real records). False for
+            a module that such records break.
         loss_graph_check: refuse a loss whose autograd graph mixes records by more than sums with
             constant coefficients; of a whole client, they may be mixed.
 
@@ -180,7 +188,7 @@ class LocalRecords:
         Of the records themselves, only the shapes and dtypes of the first ones are used.
 
         Raises:
-            MisconfigurationException: if there is no loss.
+            MisconfigurationException: if there is no loss, or it couples records.
             UnsupportedModelError: if the rows that the model sees are not records.
             Exception: whatever ``training_step`` and the data set raise.
         """
@@ -190,29 +198,53 @@ class LocalRecords:
         copied._module = copy.deepcopy(self._module)
         copied.params = tuple(p for p in copied._module.parameters() if p.requires_grad)
         query = Query((Term(),), clip_norm=1.0, noise_multiplier=1.0)
-        with (
-            RandomState(self._device).again(),
-            copied._passes() as passes,
-            copied._muted(),
-            torch.enable_grad(),
-        ):
+        dry = DryRun(self._loader.dataset[0])
+        with RandomState(self._device).again(), torch.enable_grad():
             try:
-                samples = DryRun(self._loader.dataset[0]).samples(_SYNTHETIC, are_longer=False)
+                samples = dry.samples(_SYNTHETIC, are_longer=False)
             except ValueError:
                 return  # such samples have no synthetic ones
             samples = samples[:1] if self._one_record else samples
-            batch = copied._on_device(self._loader.collate_fn(samples))
-            try:
-                found = copied._answer(passes, query, batch, len(samples), 0)
-            except Exception as error:
-                if hasattr(error, "add_note"):  # Python 3.11
-                    error.add_note(_NOT_CHARGED)
-                raise
-        if found is None:
+            with copied._passes() as passes, copied._muted():
+                batch = copied._on_device(self._loader.collate_fn(samples))
+                try:
+                    found = copied._answer(passes, query, batch, len(samples), 0)
+                except Exception as error:
+                    if hasattr(error, "add_note"):  # Python 3.11
+                        error.add_note(_NOT_CHARGED)
+                    raise
+            if found is None:
+                raise MisconfigurationError(
+                    "training_step gives no loss that depends on the trained parameters. "
+                    f"{_NOT_CHARGED}",
+                    topic="no-loss",
+                )
+            if self.unit == "record":
+                copied._refuse_coupled(dry)
+
+    def _refuse_coupled(self, dry: DryRun) -> None:
+        """Compare runs of synthetic records, as a fit does before its first charge."""
+        module, eps = self._module, max(torch.finfo(param.dtype).eps for param in self.params)
+        pipeline = Pipeline(
+            lambda few: self._loader.collate_fn(own_copies(few)),
+            self._on_device,
+            lambda batch: call_training_step(module, batch, 0),
+        )
+        settings = partial(Settings, eps=eps)
+        with RecordPasses(
+            module, self.params, self._engine_name, loss_graph_check=self._checks_graph
+        ) as passes:
+            runner = Runner(module, passes, self.params, pipeline, self._device)
+            outcome = dry.run(runner, settings, 1.0, TwinState(module))
+        if outcome.kind == "coupled":
             raise MisconfigurationError(
-                f"training_step gives no loss that depends on the trained parameters. {_NOT_CHARGED}",
-                topic="no-loss",
+                f"{type(module).__name__} couples the records of a batch: {outcome.reason}. Clipping "
+                "does not bound what a record does then, and ε would not hold. LocalRecords("
+                f"engine='one_by_one') runs each record alone. {_NOT_CHARGED}",
+                topic="coupled-records",
             )
+        if outcome.kind == "not compared":
+            _log.warning("Synthetic records of the client were not compared: %s", outcome.reason)
 
     def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
         """Return the sum of the query over these records, none of which may occur twice.
@@ -238,9 +270,10 @@ class LocalRecords:
         of_all = replace(query, clip_norm=math.inf, noise_multiplier=0.0)
         asked = query if self.unit == "record" else of_all
         total = BoundedSum.empty(asked, [self.point])
-        with self._passes() as passes, self._muted(), torch.enable_grad():
+        with self._passes() as passes, torch.enable_grad():
             for number, (batch, size) in enumerate(self._chunks(records)):
-                found = self._answer(passes, asked, batch, size, number, total)
+                with self._muted():
+                    found = self._answer(passes, asked, batch, size, number, total)
                 if found is not None:
                     total = found
                 elif not self._one_record:  # alone, a record without a loss contributes zero
@@ -300,7 +333,7 @@ class LocalRecords:
         )
 
     def _muted(self) -> AbstractContextManager[object]:
-        """Leave no trace of all chunks; of records that run alone, each is apart from the others."""
+        """Leave no trace of a chunk, which the next could read; records that run alone are apart."""
         return nullcontext() if self._one_record else restored(self._module, global_random=False)
 
     @contextmanager
