@@ -664,8 +664,8 @@ class Progress:
     """The progress of a run: round ``begun`` goes on, or is over after ``parts`` releases.
 
     ``limit`` was found when other runs had made ``others`` charges. When this was written, the
-    journal of data set ``dataset`` held ``charged`` charges of the run (None: an older version of
-    this package did not write it down).
+    journal of data set ``dataset`` held ``charged`` charges of the run, whose ε is about the ``unit``
+    (None: an older version of this package did not write it down).
     """
 
     run: str
@@ -677,6 +677,7 @@ class Progress:
     seed: str = ""
     dataset: str | None = None
     charged: int | None = None
+    unit: str | None = None
 
     @classmethod
     def read(cls, path: Path, state: dict[str, Any]) -> Progress:

@@ -106,7 +106,9 @@ class Client(ABC):
         check_records(self.records)
         instance("ledger", self.ledger, ReleaseLedger)
         self._seed = optional(check_seed)("seed", seed)
-        self.spending = Spending(self.run, rounds, self.events, *budget, retain=retain)
+        self.spending = Spending(
+            *(self.run, rounds, self.events, *budget), retain=retain, unit=self.records.unit
+        )
 
     @abstractmethod
     def events(self, i: int) -> Sequence[AbstractEvent]:

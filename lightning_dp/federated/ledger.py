@@ -69,6 +69,7 @@ class Spending:
         target_delta: in (0, 1); the δ of the budget and of the ε that is reported.
         relation: the neighbouring relation of both.
         retain: for how many rounds, the latest one included, releases are kept to be sent again.
+        unit: what ε is about, the same for all runs over the data set: "record", or the "client".
 
     Raises:
         ValueError: naming the argument that is out of its range.
@@ -81,6 +82,7 @@ class Spending:
     target_delta: float
     relation: Relation = "add_remove"
     retain: int = 1
+    unit: str = "record"
 
     def __post_init__(self) -> None:
         normalise(self, whole, "retain", "rounds")
@@ -315,7 +317,16 @@ class _OpenRun:
 
     def _read(self) -> Progress:
         runs, journal, spending = self._journal.runs, self._journal.path, self._spending
-        check_nothing_is_missing(journal, self._dataset, runs, [*progress_of_all(journal)])
+        known = [*progress_of_all(journal)]
+        check_nothing_is_missing(journal, self._dataset, runs, known)
+        # A sum of clipped records bounds no whole client, and a clipped sum no single record.
+        for _, other in known:
+            if other.unit not in (None, spending.unit):
+                raise RefusedSetting(
+                    f"unit={spending.unit!r}: run {other.run!r} over data set {self._dataset!r} has "
+                    f"unit={other.unit!r}, and no ε would be about both. Use that unit.",
+                    topic="other-settings",
+                )
         charged = rounds_in(runs, spending.run)
         if self._path.exists():
             progress, self.kept, _ = read_release_file(self._path)
@@ -330,9 +341,13 @@ class _OpenRun:
             )
         limit, name = spending.affordable_rounds(runs.history()), spending.fingerprint
         others = self._charges_of_others()
-        progress = Progress(spending.run, name, limit, others, dataset=self._dataset, charged=0)
+        progress = self._named(Progress(spending.run, name, limit, others, charged=0))
         self.write(progress, {})
         return progress
+
+    def _named(self, progress: Progress) -> Progress:
+        """Write down what earlier versions did not."""
+        return replace(progress, dataset=self._dataset, unit=self._spending.unit)
 
     def _check(self, progress: Progress, latest: int) -> None:
         """Check the file: the journal may be ahead by the charge of the round begun, no more."""
@@ -396,9 +411,7 @@ class _OpenRun:
         self._check_fits(round_)
         if round_ > now.begun:
             seed, charged = secrets.token_hex(16), self._charges()
-            now = replace(
-                now, begun=round_, parts=0, seed=seed, dataset=self._dataset, charged=charged
-            )
+            now = replace(self._named(now), begun=round_, parts=0, seed=seed, charged=charged)
             self.write(now, self.kept)
         # The seed is on disk, and now the charge: a process that dies between makes the same batch,
         # and finds in the journal whatever of the round's events was written already.

@@ -184,6 +184,22 @@ def test_sampling_amplifies_nothing_where_the_client_is_the_unit(name, tmp_path)
     assert history(tmp_path) == [(Gaussian(Z), 1)] and client.facts["unit"] == "client"
 
 
+@pytest.mark.parametrize(("first", "then"), [("client", "record"), ("record", "client")])
+@pytest.mark.parametrize("run", ["trial", "another"])
+def test_a_ledger_is_about_one_unit(first, then, run, tmp_path):
+    """One record moves a clipped sum of all records by 2 C, and a client moves many clipped ones."""
+    for unit, name in ((first, "trial"), (then, run), (first, "another")):
+        records, protocol = LogCosh(), PROTOCOLS["queries"]
+        records.unit = unit
+        client = protocol.make(records, tmp_path, run=name)
+        if unit == first:
+            client.answer(protocol.request(run=name))
+        else:
+            with pytest.raises(ValueError, match=f"unit='{then}'.*unit='{first}'"):
+                client.answer(protocol.request(run=name))
+    assert sum(n for _, n in history(tmp_path)) == 2
+
+
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_round_that_the_budget_does_not_allow_is_refused_each_time(name, tmp_path):
     """It charges nothing, and what was sent before comes again as it was."""
