@@ -165,7 +165,9 @@ class Client(ABC):
         place = (self.spending, planned.round, planned.part)
         try:
             try_first = getattr(self.records, "try_once", None)
-            return self.ledger.release(*place, charged, keep=planned.keep, try_first=try_first)
+            return self.ledger.release(
+                *place, charged, keep=planned.keep, try_first=try_first, request=request
+            )
         except BudgetExhausted:
             return Message(REFUSED, planned.place).to_bytes()
 

@@ -244,6 +244,7 @@ class ReleaseLedger:
         *,
         keep: bool = True,
         try_first: Callable[[], object] | None = None,
+        request: bytes = b"",
     ) -> bytes:
         """Return the bytes of a release: those that left before, or newly charged and made ones.
 
@@ -256,6 +257,8 @@ class ReleaseLedger:
             keep: False for what must not be written to disk (a sum that a trusted server will
                 noise); it is then made again, from the same batch.
             try_first: called before the run's first charge: what it raises costs nothing.
+            request: what was asked. Whether ``make`` fails may tell of records, so where it did,
+                no other request gets an answer under the same charge.
 
         Raises:
             BudgetExhausted: if the round does not fit into the budget or the plan.
@@ -266,7 +269,12 @@ class ReleaseLedger:
         with _OpenRun(self, spending) as run:
             if (sent := run.kept.get((round_, part))) is not None:
                 return sent
-            before = run.progress
+            before, asked = run.progress, hashlib.sha256(request).hexdigest()
+            if before.failed not in ("", asked) and (round_, part) == (before.begun, before.parts):
+                raise MessageError(
+                    f"Round {round_} of run {spending.run!r} failed at this client, and is made for "
+                    "no other request than that one. Ask the same again, or the next round."
+                )
             if before.begun < 0 and try_first is not None:
                 try_first()
             again = not keep and (round_, part) == (before.begun, before.parts - 1)
@@ -276,12 +284,15 @@ class ReleaseLedger:
             except (VoidedRunError, UnsupportedModelError) as error:
                 run.void(round_, getattr(error, "reason", text_of(error)))
                 raise
+            except Exception:
+                run.write(replace(run.progress, failed=asked), run.kept)
+                raise
             # On disk before it leaves: from now on this round has this release and no other.
             oldest = round_ - spending.retain + 1
             kept = {place: sent for place, sent in run.kept.items() if place[0] >= oldest}
             if keep:
                 kept[round_, part] = content
-            run.write(replace(now, parts=part + 1), kept)
+            run.write(replace(now, parts=part + 1, failed=""), kept)
             return content
 
 
@@ -411,7 +422,9 @@ class _OpenRun:
         self._check_fits(round_)
         if round_ > now.begun:
             seed, charged = secrets.token_hex(16), self._charges()
-            now = replace(self._named(now), begun=round_, parts=0, seed=seed, charged=charged)
+            now = replace(
+                self._named(now), begun=round_, parts=0, seed=seed, charged=charged, failed=""
+            )
             self.write(now, self.kept)
         # The seed is on disk, and now the charge: a process that dies between makes the same batch,
         # and finds in the journal whatever of the round's events was written already.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_dp.accounting import Gaussian, PLDAccountant
+from lightning_dp.boundary import BoundedSum, Query
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.federated.protocol import Message, MessageError
 from tests.federated.zoo import (
@@ -182,6 +184,34 @@ def test_sampling_amplifies_nothing_where_the_client_is_the_unit(name, tmp_path)
     client = protocol.make(records, tmp_path)
     client.answer(protocol.request())
     assert history(tmp_path) == [(Gaussian(Z), 1)] and client.facts["unit"] == "client"
+
+
+class Fails(LogCosh):
+    """As a training_step that raises where a record's loss is large."""
+
+    limit = -math.inf
+
+    def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
+        if float(query.terms[0].point[0]) > self.limit:
+            raise OverflowError("a value of a record")
+        return super().bounded_sum(query, records)
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_a_server_learns_from_no_second_model_whether_a_round_fails(name, tmp_path):
+    """Else it would find any limit of the records by bisection, for one charge."""
+    protocol, records = PROTOCOLS[name], Fails()
+    with pytest.raises(OverflowError):
+        protocol.make(records, tmp_path).answer(protocol.request())
+    charged = files(tmp_path)
+    records.limit = math.inf
+    with pytest.raises(MessageError, match="no other request"):
+        protocol.make(records, tmp_path).answer(protocol.request(model=START * 1.01))
+    assert files(tmp_path) == charged
+    client = protocol.make(records, tmp_path)
+    reply = client.answer(protocol.request())  # mended, the same is answered
+    assert protocol.make(records, tmp_path).answer(protocol.request()) == reply
+    client.answer(protocol.request(1, model=START * 1.01))
 
 
 @pytest.mark.parametrize(("first", "then"), [("client", "record"), ("record", "client")])
