@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import filelock
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from lightning_dp._files import fixed_folder, local_folder, replaced
 from lightning_dp._refusals import RefusedRun, RefusedSetting, text_of
 from lightning_dp._validate import above_0, instance, whole, whole_from_0
+from lightning_dp.accounting.base import Relation
 from lightning_dp.federated.client import Client, check_fingerprint, fingerprint
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.logbook import Logbook, Problem
@@ -41,9 +41,7 @@ _log = logging.getLogger("lightning_dp.federated")
 _console = logging.getLogger("flwr")  # whose lines Flower shows
 
 _PAYLOAD, _BYTES, _FACTS = "payload", "bytes", "facts"
-_LONGEST_NAME, _LONGEST_TEXT, _MOST_FACTS = 100, 1000, 100
 _LARGEST_NUMBER, _LARGEST_SHOWN, _LONGEST_SHOWN = 2**63, 10**9, 300
-_NOT_NEGATIVE = ("epsilon", "delta")
 _SHORTEST_PAUSE, _LONGEST_PAUSE, _BETWEEN_LINES = 0.001, 30.0, 10.0
 _STATE = "server.pt"
 # Flower's codes, in our words: the reason that comes with one may be anybody's text, and is shown
@@ -517,26 +515,36 @@ class Exchange:
 
 
 def _public_facts(message: Message) -> dict[str, Fact]:
-    """Return the facts of a client that can be kept.
+    """Return the facts of a client that are kept.
 
-    Facts are for people to read, so an answer is not lost for the sake of them: those that are no
-    numbers, truth values or short strings, or no possible ε or δ, are left out.
+    Facts are for people to read, so an answer is not lost for the sake of them: others than these,
+    and impossible ones, are left out.
     """
     try:
-        facts = facts_of(message).items()
+        facts = facts_of(message)
     except MessageError:
         return {}
-    return dict([item for item in facts if _can_be_kept(*item)][:_MOST_FACTS])
+    return {
+        name: facts[name] for name, fits in _KEPT.items() if name in facts and fits(facts[name])
+    }
 
 
-def _can_be_kept(name: object, value: object) -> bool:
-    if not isinstance(name, str) or len(name) > _LONGEST_NAME:
-        return False
-    if isinstance(value, bool | str):
-        return name not in _NOT_NEGATIVE and len(str(value)) <= _LONGEST_TEXT
-    least = 0 if name in _NOT_NEGATIVE else -math.inf
-    is_large = isinstance(value, int) and abs(value) >= _LARGEST_NUMBER
-    return isinstance(value, int | float) and not is_large and value >= least
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_real and value >= 0 and (isinstance(value, float) or value < _LARGEST_NUMBER)
+
+
+_KEPT: dict[str, Callable[[Any], bool]] = {
+    "client": lambda value: type(value) is int and abs(value) < _LARGEST_NUMBER,
+    **dict.fromkeys(("num_clients", "num_records", "epsilon", "delta"), _is_number),
+    **dict.fromkeys(("seeded", "trusts_server"), _is_flag),
+    "unit": ("record", "client").__contains__,
+    "relation": get_args(Relation).__contains__,
+}
 
 
 # -- a run ---------------------------------------------------------------------------------------

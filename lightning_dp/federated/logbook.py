@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from lightning_dp._files import replaced
 from lightning_dp._refusals import RefusedSetting
 from lightning_dp.accounting import PLDAccountant
-from lightning_dp.accounting.base import epsilon_text
+from lightning_dp.accounting.base import Relation, epsilon_text
 from lightning_dp.federated.protocol import AbstractServer
 from lightning_dp.plotting import plot_federation, svg
 
@@ -219,7 +219,9 @@ def federation_page(summary: Mapping[str, Any], attendance: Iterable[Presence]) 
         facts, client = summary["clients"].get(name, {}), int(name)
         unit = facts.get("unit") if facts.get("unit") in _UNITS else "unknown unit"
         units |= {_UNITS[str(unit)]} if unit in _UNITS else set()
-        at = f"δ = {_number(facts, 'delta')}, {unit}" if facts else ""
+        relation = facts.get("relation")
+        relation = relation if relation in get_args(Relation) else "unknown relation"
+        at = f"δ = {_number(facts, 'delta')}, {relation}, {unit}" if facts else ""
         epsilons = f"{_number(facts, 'epsilon')} | {_number(facts, 'epsilon_of_plan')} | {at}"
         rounds = f"{answered[client]} | {_ranges(absent.get(client, []))}"
         lines.append(f"| {name} | {_number(facts, 'num_records')} | {epsilons} | {rounds} |")
