@@ -533,7 +533,7 @@ def _is_flag(value: object) -> bool:
     return isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: Any) -> bool:
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
     return is_real and value >= 0 and (isinstance(value, float) or value < _LARGEST_NUMBER)
 
