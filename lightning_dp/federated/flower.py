@@ -33,7 +33,7 @@ from lightning_dp.federated.protocol import (
     Records,
     check_records,
 )
-from lightning_dp.functional import flatten, unflatten
+from lightning_dp.functional import flat_dtype, flatten, unflatten
 
 __all__ = ["client_app", "server_app"]
 
@@ -285,7 +285,7 @@ def server_app(
         params = [param for param in module.parameters() if param.requires_grad]
         saved = _saved(place)
         run = saved["run"] if saved else name or secrets.token_hex(8)
-        machine = protocol(context, run, flatten(params))
+        machine = protocol(context, run, flatten(params).to(flat_dtype(params)))
         instance("protocol(...)", machine, AbstractServer)  # type: ignore[type-abstract]
         if (own := getattr(machine, "num_clients", count)) != count:
             raise RefusedSetting(

@@ -155,8 +155,8 @@ class LocalRecords:
 
     @property
     def point(self) -> Tensor:
-        """A copy of the module's trained parameters as a flat vector."""
-        return flatten(self.params)
+        """A copy of the module's trained parameters as a flat vector, of float32 at least."""
+        return flatten(self.params).to(flat_dtype(self.params))
 
     @cached_property
     def fingerprint(self) -> str:

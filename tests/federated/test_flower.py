@@ -165,6 +165,32 @@ def test_a_budget_holds_over_federations_and_the_run_ends(tmp_path):
         )
 
 
+def test_a_module_of_half_precision_is_trained_in_float32(tmp_path):
+    class Linear(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 1, dtype=torch.bfloat16)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.layer(batch[0]).float().mean()
+
+    plan, rows = AsyncPlan(2, PolynomialSizes(0, 3), InverseSteps(0.1)), torch.ones(4, 3).bfloat16()
+    client = client_app(
+        lambda context: LocalRecords(Linear(), TensorDataset(rows)),
+        lambda context, run, records, ledger: AsyncClient(
+            records, plan, ClientPrivacy(1.0, 1.0, math.inf), ledger, run=run
+        ),
+        tmp_path / "ledgers",
+    )
+    server = server_app(
+        lambda context: Linear(),
+        lambda context, run, point: AsyncServer(run, plan, point, 1),
+        **{"num_clients": 1, "folder": tmp_path / "server", "poll_interval": 0.001},
+    )
+    LoopbackGrid(client, 1, GOOD).start(server)
+    assert summary(tmp_path)["problems"] == 0 and summary(tmp_path)["rounds"] == 2
+
+
 def test_a_server_that_died_goes_on_and_nothing_is_charged_twice(tmp_path, monkeypatch):
     receive, count = AsyncServer.receive, 0
 
