@@ -604,6 +604,8 @@ class AsyncServer(QuorumServer):
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
-        self._applied, self._counts = list(state["applied"]), Counter(state.get("counts", {}))
+        self._applied = list(state["applied"])
+        done = (i for n in self._applied for i in range(n))  # where nobody could be left out
+        self._counts = Counter(state.get("counts", done))
         self._end_round()
         self._broadcast, self._encoded = state["broadcast"].clone(), b""
