@@ -166,7 +166,9 @@ class _Clients:
             is_query = message.metadata.message_type.startswith("query")
             payload = b"" if is_query else client.answer(payload_of(message))
             facts = {"client": number, "num_clients": num_clients, **client.facts}
-            return pack(payload, {**facts, "num_records": records.num_records})
+            if records.unit == "record":  # of a whole client, also this number is private
+                facts["num_records"] = records.num_records
+            return pack(payload, facts)
 
 
 def _name(context: Context) -> str:

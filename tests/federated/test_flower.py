@@ -165,6 +165,14 @@ def test_a_budget_holds_over_federations_and_the_run_ends(tmp_path):
         )
 
 
+def test_the_number_of_records_of_a_whole_client_stays_there(tmp_path):
+    for unit in ("record", "client"):
+        place = tmp_path / unit
+        run(place, records=type("Unit", (LogCosh,), {"unit": unit}), settings={"seed": None})
+        found = summary(place)["clients"]["1"]
+        assert found["unit"] == unit and ("num_records" in found) == (unit == "record")
+
+
 def test_a_module_of_half_precision_is_trained_in_float32(tmp_path):
     class Linear(L.LightningModule):
         def __init__(self) -> None:
