@@ -647,7 +647,8 @@ class _ServerRun:
             problem = f"its reply cannot be used: {text_of(error)}"
         self.exchange.settle(reply, problem)
         if not problem:
-            self.logbook.add_reply(round_, reply.client, reply.facts)
+            answered = reply.client not in self.machine.refused
+            self.logbook.add_reply(round_, reply.client, reply.facts, answered)
         return not problem
 
     def _publish(self) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -50,7 +50,8 @@ class Presence(NamedTuple):
 class Logbook:
     """The files about a run, of noised values and counts only, in a folder.
 
-    - TensorBoard files, and ``rounds.csv``, a line for each client and round, while it goes on.
+    - TensorBoard files, and ``rounds.csv``, a line for each client and round, while it goes on; those
+      of earlier runs in the folder are ``rounds-1.csv``, ``rounds-2.csv``, ....
     - At its end, also of a run that fails, ``federation.json``, and for people ``federation.md`` with
       the picture ``federation.svg`` (where matplotlib is installed): ε of each client over the
       rounds, and who was there.
@@ -71,6 +72,9 @@ class Logbook:
             folder.mkdir(parents=True, exist_ok=True)
             self._writer = SummaryWriter(str(folder))
             self._rounds = folder / "rounds.csv"
+            if is_new and self._rounds.exists():  # what clients claimed then may be nowhere else
+                free = (folder / f"rounds-{n}.csv" for n in itertools.count(1))
+                self._rounds.rename(next(path for path in free if not path.exists()))
             is_new = is_new or not self._rounds.exists()
             with open(self._rounds, "w" if is_new else "a", encoding="utf-8") as file:
                 file.write((",".join(_COLUMNS) if is_new else "") + "\n")  # or ends half a line
@@ -97,14 +101,14 @@ class Logbook:
                 *(client, facts["epsilon"], before["epsilon"]),
             )
 
-    def add_reply(self, round_: int, client: int, facts: Mapping[str, Any]) -> None:
-        """Count the reply of a client that was applied, and note its facts."""
+    def add_reply(self, round_: int, client: int, facts: Mapping[str, Any], answered: bool) -> None:
+        """Count the reply of a client that was applied, an answer or its refusal, and note its facts."""
         self.add_client(client, facts)
         self.problems.pop(f"Client {client}", None)
         self._counts["replies"] += 1
         if "epsilon" in facts:
             self._scalar(f"privacy/epsilon_client_{client}", facts["epsilon"], round_)
-        self._add_line(Presence(round_, client, True, facts.get("epsilon", math.nan)))
+        self._add_line(Presence(round_, client, answered, facts.get("epsilon", math.nan)))
 
     def add_problem(self, problem: Problem) -> None:
         """Count and log a problem: each of a client, and those of a node that are new."""
@@ -245,7 +249,9 @@ def _number(facts: Mapping[str, Any], name: str) -> str:
 
 def _ranges(rounds: list[int]) -> str:
     """Return numbers in increasing order as text: 1–3, 7."""
-    groups = (list(g) for _, g in groupby(enumerate(rounds), lambda pair: pair[1] - pair[0]))
+    groups = (
+        list(g) for _, g in itertools.groupby(enumerate(rounds), lambda pair: pair[1] - pair[0])
+    )
     ends = ((group[0][1], group[-1][1]) for group in groups)
     return ", ".join(f"{a}" if a == b else f"{a}–{b}" for a, b in ends)
 

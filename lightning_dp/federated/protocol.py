@@ -247,6 +247,11 @@ class AbstractServer(ABC):
         """The clients without whose replies the present stage does not end."""
         return set()
 
+    @property
+    def refused(self) -> set[int]:
+        """The clients that have no budget left, and are asked no more."""
+        return set()
+
     def leave_out(self) -> set[int]:
         """End the stage without those who are awaited, if it has its quorum; return who they were."""
         return set()
@@ -313,6 +318,10 @@ class QuorumServer(AbstractServer):
     @property
     def point(self) -> Tensor:
         return self._point.clone()
+
+    @property
+    def refused(self) -> set[int]:
+        return set(self._left)
 
     def _end_of_budgets(self) -> str:
         """Return the reason to end where too few clients have budget; empty if there are enough."""

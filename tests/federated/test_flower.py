@@ -163,6 +163,10 @@ def test_a_budget_holds_over_federations_and_the_run_ends(tmp_path):
         assert (
             summary(tmp_path)["ended"] == "0 of the clients have budget left, and a round needs 3"
         )
+    first, second = (tmp_path / "server" / f"rounds{n}.csv" for n in ("-1", ""))
+    for path, rounds in ((first, 4), (second, 0)):  # in the next one, all refuse
+        found = [each.answered for each in read_rounds(path)]
+        assert found == [True] * rounds * CLIENTS + [False] * CLIENTS
 
 
 def test_the_number_of_records_of_a_whole_client_stays_there(tmp_path):
