@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["plot_schedule"]
 
 _EPSILON_POINTS = 24
+_MOST_SHAPES = 5000  # in an SVG; more are drawn as pixels
 
 
 def plot_schedule(
@@ -151,13 +152,14 @@ def plot_federation(attendance: Sequence[tuple[int, int, bool, float]], *, names
     _, (above, below) = _pyplot("The picture of a federation").subplots(
         2, sharex=True, figsize=(7, 5), height_ratios=[3, 2], layout="constrained"
     )
+    many: dict[str, Any] = {"rasterized": len(attendance) > _MOST_SHAPES}
     claims: dict[int, list[tuple[int, float]]] = {}
     for round_, client, _, epsilon in attendance:
         if math.isfinite(epsilon):
             claims.setdefault(client, []).append((round_, epsilon))
     for client, points in sorted(claims.items()):
         style = {"label": f"client {client}"} if len(claims) <= names else {"color": "0.5"}
-        above.plot(*zip(*points, strict=True), marker=".", linewidth=1, **style)
+        above.plot(*zip(*points, strict=True), marker=".", linewidth=1, **style, **many)
     if 0 < len(claims) <= names:
         above.legend(fontsize="small")
     above.set_ylabel(r"$\epsilon$ that a client claims")
@@ -165,7 +167,8 @@ def plot_federation(attendance: Sequence[tuple[int, int, bool, float]], *, names
     for answered, color, label in ((True, "C0", "answered"), (False, "C3", "left out")):
         places = [(i, c) for i, c, there, _ in attendance if there is answered]
         if places:
-            below.scatter(*zip(*places, strict=True), color=color, label=label, marker="s", s=12)
+            squares = {"color": color, "label": label, "marker": "s", "s": 12, **many}
+            below.scatter(*zip(*places, strict=True), **squares)
     below.legend(fontsize="small", loc="upper right")
     below.set_xlabel("round")
     below.set_ylabel("client")

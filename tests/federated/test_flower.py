@@ -55,6 +55,7 @@ from lightning_dp.federated.local import LocalRecords
 from lightning_dp.federated.logbook import Presence, federation_page, read_rounds
 from lightning_dp.federated.protocol import Message as Content
 from lightning_dp.federated.protocol import Quorum
+from lightning_dp.plotting import plot_federation, svg
 from tests.federated.zoo import (
     CLIENTS,
     DELTA,
@@ -639,6 +640,11 @@ def test_the_page_shows_no_text_of_a_client_and_names_who_is_not_private():
     page = federation_page(about, [])
     assert "replace_one, client |" in page
     assert "1.001" in page and "about its data as a whole," in page and "without noise" in page
+
+
+def test_the_picture_of_a_long_run_is_small():
+    attendance = [(i, c, bool(i % 5), 0.01 * i) for i in range(1000) for c in range(20)]
+    assert len(svg(lambda: plot_federation(attendance))) < 500_000
 
 
 # -- whose number it is ------------------------------------------------------------------------
