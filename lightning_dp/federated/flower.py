@@ -531,10 +531,6 @@ def _public_facts(message: Message) -> dict[str, Fact]:
     }
 
 
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
 def _is_number(value: Any) -> bool:
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
     return is_real and value >= 0 and (isinstance(value, float) or value < _LARGEST_NUMBER)
@@ -543,7 +539,7 @@ def _is_number(value: Any) -> bool:
 _KEPT: dict[str, Callable[[Any], bool]] = {
     "client": lambda value: type(value) is int and abs(value) < _LARGEST_NUMBER,
     **dict.fromkeys(("num_clients", "num_records", "epsilon", "delta"), _is_number),
-    **dict.fromkeys(("seeded", "trusts_server"), _is_flag),
+    **dict.fromkeys(("seeded", "trusts_server"), lambda value: isinstance(value, bool)),
     "unit": ("record", "client").__contains__,
     "relation": get_args(Relation).__contains__,
 }
