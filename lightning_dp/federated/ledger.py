@@ -282,10 +282,9 @@ class ReleaseLedger:
             now = before if again else run.begin(round_, part)
             try:
                 content = make(np.random.Generator(np.random.PCG64DXSM(int(now.seed, 16))))
-            except (VoidedRunError, UnsupportedModelError) as error:
-                run.void(round_, getattr(error, "reason", text_of(error)))
-                raise
-            except Exception:
+            except Exception as error:
+                if isinstance(error, VoidedRunError | UnsupportedModelError):
+                    run.void(round_, getattr(error, "reason", text_of(error)))
                 run.write(replace(run.progress, failed=asked), run.kept)
                 raise
             # On disk before it leaves: from now on this round has this release and no other.

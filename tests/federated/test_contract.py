@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_dp.accounting import Gaussian, PLDAccountant
+from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.boundary import BoundedSum, Query
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.federated.protocol import Message, MessageError
@@ -189,19 +190,21 @@ def test_sampling_amplifies_nothing_where_the_client_is_the_unit(name, tmp_path)
 class Fails(LogCosh):
     """As a training_step that raises where a record's loss is large."""
 
-    limit = -math.inf
+    limit, error = -math.inf, OverflowError("a value of a record")
 
     def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
         if float(query.terms[0].point[0]) > self.limit:
-            raise OverflowError("a value of a record")
+            raise self.error
         return super().bounded_sum(query, records)
 
 
+@pytest.mark.parametrize("error", [Fails.error, VoidedRunError("a chunk without a gradient")])
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_a_server_learns_from_no_second_model_whether_a_round_fails(name, tmp_path):
+def test_a_server_learns_from_no_second_model_whether_a_round_fails(name, error, tmp_path):
     """Else it would find any limit of the records by bisection, for one charge."""
     protocol, records = PROTOCOLS[name], Fails()
-    with pytest.raises(OverflowError):
+    records.error = error
+    with pytest.raises(type(error)):
         protocol.make(records, tmp_path).answer(protocol.request())
     charged = files(tmp_path)
     records.limit = math.inf
