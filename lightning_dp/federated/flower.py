@@ -241,8 +241,8 @@ def server_app(
       :class:`~lightning_dp.federated.protocol.Quorum` a round goes on without clients that are late
       or wrong, with one line that names each and its latest problem; and a run that lacks its quorum
       for too long ends with the latest model, and goes on if it is started again.
-    - The server's state is saved to ``server.pt`` before a request leaves that rests on it: if the
-      run dies, a new one with the same ``folder`` goes on from there.
+    - The server's state is saved to ``server.pt`` before a request leaves that rests on it, or its
+      model is evaluated: if the run dies, a new one with the same ``folder`` goes on from there.
     - TensorBoard files and ``rounds.csv`` (who was there, and claimed which ε) are in ``folder``, and at
       the end ``model.pt``, the module's ``state_dict``, and also of a run that fails ``federation.json``
       and the page ``federation.md`` with a picture. ``epsilon`` of a client is what it claims, and
@@ -611,6 +611,7 @@ class _ServerRun:
                 self._is_saved = False
                 if machine.round != published:
                     published = machine.round
+                    self._save_state()  # a server that noises must not do so again
                     self._publish()
                 heard_at, pause = now, _SHORTEST_PAUSE
             elif is_lost:

@@ -218,7 +218,8 @@ class AbstractServer(ABC):
     - A reply that comes twice, or too late, is not applied again.
     - :meth:`state_dict` may be taken between any two calls, and holds released values only. If
       the server may die, it must be saved before a request leaves that was made from a new state
-      (:attr:`round` has changed), so that the server is never behind a client.
+      (:attr:`round` has changed), so that the server is never behind a client; and before anybody
+      sees its :attr:`point`, so that one that noises draws no second noise for it.
     """
 
     quorum: Quorum = MAJORITY

@@ -223,6 +223,31 @@ def test_a_server_that_died_goes_on_and_nothing_is_charged_twice(tmp_path, monke
     check_end(tmp_path)
 
 
+def test_a_server_that_noises_shows_one_model_of_a_round_however_it_dies(tmp_path):
+    """Two noises on one sum would be two releases for one charge."""
+    federation, shown = FEDERATIONS["DIFF2, trusted server"], []
+
+    def evaluate(context: Context, module: nn.Module) -> dict[str, float]:
+        shown.append(module.x.detach().clone())
+        if len(shown) in (2, 4):
+            raise KeyboardInterrupt
+        return {}
+
+    def again() -> None:
+        server = server_of(
+            lambda run, x: replace(federation.server(run, x, EVERYBODY), seed=None),
+            *(tmp_path,),
+            evaluate=evaluate,
+        )
+        LoopbackGrid(client_of(federation, tmp_path), CLIENTS, GOOD).start(server)
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            again()
+    again()
+    assert len({tuple(x.tolist()) for x in shown}) == ROUNDS + 1
+
+
 def test_an_exception_at_a_client_tells_the_server_nothing(tmp_path, log):
     failed: set[int] = set()
 
