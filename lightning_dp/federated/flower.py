@@ -283,6 +283,19 @@ def server_app(
         count = num_clients(context) if callable(num_clients) else num_clients
         count = whole("num_clients", count)
         place = local_folder("folder", folder(context) if callable(folder) else folder, here)
+        try:  # two servers would each noise the same sums
+            place.mkdir(parents=True, exist_ok=True)
+            lock = filelock.FileLock(place / "server.lock").acquire(timeout=0)
+        except OSError as error:  # a lock that another one has is one, too
+            raise RefusedSetting(
+                f"folder={str(place)!r} takes no results: {error}. Another server is at work in it, or "
+                "it cannot be written. Give another folder, or make room.",
+                topic="federated-server",
+            ) from None
+        with lock:
+            work(context, grid, count, place)
+
+    def work(context: Context, grid: Grid, count: int, place: Path) -> None:
         module = instance("build(context)", build(context), nn.Module)
         params = [param for param in module.parameters() if param.requires_grad]
         saved = _saved(place)

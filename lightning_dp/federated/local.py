@@ -230,12 +230,11 @@ class LocalRecords:
             self._on_device,
             lambda batch: call_training_step(module, batch, 0),
         )
-        settings = partial(Settings, eps=eps)
         with RecordPasses(
             module, self.params, self._engine_name, loss_graph_check=self._checks_graph
         ) as passes:
             runner = Runner(module, passes, self.params, pipeline, self._device)
-            outcome = dry.run(runner, settings, 1.0, TwinState(module))
+            outcome = dry.run(runner, partial(Settings, eps=eps), 1.0, TwinState(module))
         if outcome.kind == "coupled":
             raise MisconfigurationError(
                 f"{type(module).__name__} couples the records of a batch: {outcome.reason}. Clipping "

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from lightning_dp._files import replaced
-from lightning_dp._refusals import RefusedSetting
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.base import Relation, epsilon_text
 from lightning_dp.federated.protocol import AbstractServer
@@ -60,30 +59,19 @@ class Logbook:
         folder: made if it does not exist.
         run: the name of the federation.
         is_new: False for one that goes on in this folder.
-
-    Raises:
-        RefusedSetting: for a folder that takes no files.
     """
 
     def __init__(self, folder: Path, run: str, is_new: bool = True) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter  # clients need none
+        from torch.utils.tensorboard import SummaryWriter  # clients need none
 
-            folder.mkdir(parents=True, exist_ok=True)
-            self._writer = SummaryWriter(str(folder))
-            self._rounds = folder / "rounds.csv"
-            if is_new and self._rounds.exists():  # what clients claimed then may be nowhere else
-                free = (folder / f"rounds-{n}.csv" for n in itertools.count(1))
-                self._rounds.rename(next(path for path in free if not path.exists()))
-            is_new = is_new or not self._rounds.exists()
-            with open(self._rounds, "w" if is_new else "a", encoding="utf-8") as file:
-                file.write((",".join(_COLUMNS) if is_new else "") + "\n")  # or ends half a line
-        except OSError as error:
-            raise RefusedSetting(
-                f"folder={str(folder)!r} takes no results: {error}. Give another folder, or make "
-                "room.",
-                topic="federated-server",
-            ) from None
+        self._writer = SummaryWriter(str(folder))
+        self._rounds = folder / "rounds.csv"
+        if is_new and self._rounds.exists():  # what clients claimed then may be nowhere else
+            free = (folder / f"rounds-{n}.csv" for n in itertools.count(1))
+            self._rounds.rename(next(path for path in free if not path.exists()))
+        is_new = not self._rounds.exists()
+        with open(self._rounds, "w" if is_new else "a", encoding="utf-8") as file:
+            file.write((",".join(_COLUMNS) if is_new else "") + "\n")  # or ends half a line
         self._folder, self._run = folder, run
         self._clients: dict[int, dict[str, Any]] = {}
         self._metrics: dict[str, float] = {}

@@ -20,6 +20,7 @@ pytest.importorskip("flwr", reason="needs lightning-dp[federated]")
 import lightning as L
 import numpy as np
 import torch
+from filelock import FileLock
 from flwr.app import (
     Array,
     ArrayRecord,
@@ -246,6 +247,16 @@ def test_a_server_that_noises_shows_one_model_of_a_round_however_it_dies(tmp_pat
             again()
     again()
     assert len({tuple(x.tolist()) for x in shown}) == ROUNDS + 1
+
+
+def test_two_servers_do_not_share_a_folder(tmp_path):
+    (tmp_path / "server").mkdir()
+    with (
+        FileLock(tmp_path / "server" / "server.lock"),
+        pytest.raises(ValueError, match="Another server is at work"),
+    ):
+        run(tmp_path)
+    run(tmp_path)
 
 
 def test_an_exception_at_a_client_tells_the_server_nothing(tmp_path, log):
