@@ -29,6 +29,14 @@ def test_norms_of_long_rows_are_true_to_a_millionth(length):
     torch.testing.assert_close(per_sample_norms([rows]), truth, rtol=1e-6, atol=0)
 
 
+def test_a_long_row_of_equal_values_is_not_under_estimated():
+    """The case in which a float32 running sum stagnates: it would come out 1e-3 too small."""
+    rows = torch.full((1, 5_000_000), 0.1)
+    truth = rows[0, 0].double().item() * math.sqrt(5_000_000)
+
+    assert per_sample_norms([rows]).item() == pytest.approx(truth, rel=1e-6)
+
+
 def test_the_norm_of_a_record_goes_over_all_parameters():
     gradients = random_gradients(7)
     truth = torch.cat([gradient.double().flatten(1) for gradient in gradients], dim=1).norm(dim=1)
@@ -125,6 +133,17 @@ def test_long_vectors_are_solved_too(size):
         assert off(back, v.double().numpy()) < 5e-7 * (1 + sigma)
         exact = laplacian_smoothing(v.double(), sigma)
         assert off(u, exact.numpy()) < 5e-7
+
+
+@pytest.mark.parametrize("sigma", [1.0, 30.0])
+def test_rounding_stays_small_where_the_result_is_much_smaller_than_the_input(sigma, dense):
+    matrix = dense(256, sigma)
+    alternating = torch.tensor([1.0, -1.0] * 128) * noise(256).abs()
+    twice_sharpened = torch.tensor(matrix @ matrix @ noise(256).double().numpy()).float()
+    steep_steps = noise(256).sign() * 1000 + noise(256)
+    for v in (alternating, twice_sharpened, steep_steps):
+        exact = np.linalg.solve(matrix, v.double().numpy())
+        assert off(laplacian_smoothing(v, sigma), exact) < 5e-7
 
 
 @pytest.mark.parametrize("sigma", [1e-6, 1.0, 1e3, 1e12, 1e300])

@@ -19,6 +19,7 @@ from lightning_dp.accounting.base import epsilon_text
 from lightning_dp.accounting.journal import Charges, read_written
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report import run_report
+from lightning_dp.schedules import Exponential
 from tests.zoo import private
 
 DELTA, RATE = 1e-5, 24 / 240
@@ -177,3 +178,12 @@ def test_a_plan_without_an_end_says_what_was_spent(make):
     )
     spent = f"That spent ε = {epsilon_text(epsilon(5))} at δ = 1e-05 (add_remove) already"
     assert said == f"{spent}, to which this run adds."
+
+
+def test_a_long_schedule_is_added_up_from_above(classifier, mlp, fit, make):
+    privacy = make(noise_schedule=Exponential(0.0005), noise_multiplier=8.0)
+    fit(classifier(mlp()), privacy, max_steps=3)
+    spent = [(PoissonGaussian(1.5 + i * 1e-4, RATE), 1) for i in range(300)]
+    exact = PLDAccountant().epsilon([*spent, *privacy._run.ledger.history()], DELTA)
+    bound = privacy._run.epsilon_beside(spent)
+    assert exact <= bound <= 1.03 * exact
