@@ -55,6 +55,7 @@ TESTS = [
     "tests/strategies/test_blocks.py",
     "tests/test_clipping.py",
     "tests/strategies/test_clipping_rules.py",
+    "tests/strategies/test_float16.py",
     "tests/test_optimizers.py",
 ]
 
@@ -81,6 +82,16 @@ FAULTS = (
     Fault(
         "half_the_rate_charged", "sampled_gaussian(noise_multiplier, sample_rate", "/ 2", "schemes"
     ),
+    Fault("limit_not_kept", "if len(drawn) <= self.limit", "* 2"),
+    Fault("pushed_out_records_forgotten", "self.sample_rate)) * (1 + 1e-6", ") * (0"),
+    Fault("pushed_out_records_count_once", "return self.noise_multiplier / 2", "* 2"),
+    Fault("allocated_to_twice_the_steps", "RandomAllocationEpoch(noise_multiplier, window", "* 2"),
+    Fault(
+        "one_allocation_for_all_epochs",
+        "epoch, place = divmod(step - start, steps",
+        ")\n            epoch = int(0",
+    ),
+    Fault("ratios_rounded_down", "upper = np.expm1(np.clip(place - left, 0.0, 1.0) * step)", "* 0"),
     Fault(
         "groups_bounded_by_the_largest",
         "return math.hypot(*self.groups.values()",
@@ -92,6 +103,8 @@ FAULTS = (
     Fault("clip_norm_moves_the_other_way", "change = -self.rate", "* -1"),
     Fault("moved_clip_norm_not_saved", '"clip_norm": self.clip_norm', "and None"),
     Fault("released_norm_not_asked_for", "query = replace(query, clip_norm=self.clip_norm", "/ 2"),
+    Fault("loss_scale_of_the_mean", "self._factor = self._loss_scale", "/ self._rows"),
+    Fault("loss_scale_of_lightning", '{**vars(plugin), "scaler": None', "or plugin.scaler"),
     Fault("half_the_noise_subtracted", "return self.covariance[-1][-1]", "/ 2"),
     Fault("clip_after_the_sum", "finite_norms = norms", "* 0 + norms.mean()"),
     Fault("noise_on_other_ranks_only", "if noise_std > 0 and not has_begun", "and world.rank"),
@@ -178,7 +191,7 @@ FAULTS = (
         '"past": [*getattr(self.noise, "_past", ())],',
         "mechanism",
     ),
-    Fault("fixed_order_as_add_remove", 'fixed = relation == "add_remove"', "and False"),
+    Fault("fixed_order_as_add_remove", 'if relation != "add_remove"', "or True"),
     Fault("written_weights_pass", "written = [names[i] for i in before.written()]", "[:0]"),
     Fault("steps_left_out_pass", "is_fault = self._usual is not None", "and False"),
     Fault(

@@ -13,7 +13,7 @@ import statistics
 from dataclasses import replace
 from functools import partial
 
-from models import MODELS, Model
+from models import SMALL, Model
 from step import measure, ours, quiet, without_privacy
 
 ROUNDS = 3
@@ -28,7 +28,7 @@ def of_one_record(model: Model, steps: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=list(SMALL), default=list(SMALL))
     arguments = parser.parse_args()
     quiet()
     runs = {
@@ -37,7 +37,7 @@ def main() -> None:
         "one_by_one": partial(ours, engine="one_by_one"),
     }
     for name in arguments.models:
-        model = replace(MODELS[name], batch_size=RECORDS)
+        model = replace(SMALL[name], batch_size=RECORDS)
         times = {
             who: statistics.median(taken)
             for who, taken in measure(runs, model, STEPS, ROUNDS).items()

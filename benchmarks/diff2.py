@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 
-from models import MODELS, Model
+from models import SMALL, Model
 from step import CLIP_NORM, by_processor, measure, ours, quiet, ratios, without_privacy
 
 from lightning_dp import Diff2
@@ -24,13 +24,13 @@ DIFFERENCES = Diff2(restart_every=10**6, max_grad_norm=CLIP_NORM, split=1e6)
 
 def differences(model: Model, steps: int) -> float:
     """The Trainer with DIFF2."""
-    return ours(model, steps, DIFFERENCES)
+    return ours(model, steps, estimator=DIFFERENCES)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer and shorter runs")
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=list(SMALL), default=list(SMALL))
     parser.add_argument("--processor", action="store_true", help="take the processor's time")
     arguments = parser.parse_args()
     if arguments.processor:
@@ -39,7 +39,7 @@ def main() -> None:
     runs = {"without privacy": without_privacy, "DP-SGD": ours, "DIFF2": differences}
     for name in arguments.models:
         steps = 4 if arguments.quick or name in ("transformer", "ResNet") else 15
-        times = measure(runs, MODELS[name], steps, 3 if arguments.quick else 5)
+        times = measure(runs, SMALL[name], steps, 3 if arguments.quick else 5)
         to_sgd = ratios(times, "DP-SGD")["DIFF2"]
         to_plain = [ratio / 2 for ratio in ratios(times, "without privacy")["DIFF2"]]
         found, goal = statistics.median(to_plain), GOALS.get(name, CONVOLUTIONS)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from models import MODELS
+from models import SMALL
 from step import quiet
 from torch import nn
 
@@ -51,7 +51,7 @@ def compare(parameters: Sequence[nn.Parameter]) -> list[int]:
 def main() -> None:
     quiet()
     source = NoiseSource()
-    for name, model in MODELS.items():
+    for name, model in SMALL.items():
         parameters = with_gradients(model.make())
         values = sum(param.numel() for param in parameters)
         compared = 1e6 * processor_seconds(partial(compare, parameters))

@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 from at_hand import DEVICE, ON_CPU, named, now
-from models import MODELS, Model
+from models import SMALL, Model
 from step import CLIP_NORM, WARM_UP, measure, quiet, ratios
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -86,7 +86,7 @@ def parameters(model: Model) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer and shorter runs")
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=list(SMALL), default=list(SMALL))
     arguments = parser.parse_args()
     quiet()
     runs = {
@@ -97,7 +97,7 @@ def main() -> None:
         "secure noise": partial(noise, secure=True),
     }
     for name in arguments.models:
-        model, slow = MODELS[name], name in ("transformer", "ResNet")
+        model, slow = SMALL[name], name in ("transformer", "ResNet")
         steps = 4 if slow or arguments.quick else 15
         times = measure(runs, model, steps, 3 if arguments.quick else 9)
         plain, ours, ghost, drawn, secure = (1e3 * statistics.median(times[who]) for who in runs)

@@ -23,8 +23,8 @@ from functools import partial
 from pathlib import Path
 
 from at_hand import ON_CPU, allocated, named, peak, reset_peak
-from models import MODELS, Transformer
-from step import RUNS, ours, quiet
+from models import SMALL, Transformer
+from step import BARE, ours, quiet, without_privacy
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -42,14 +42,15 @@ class Checkpointed(Transformer):
 
 
 MEASURED_MODELS = {
-    **MODELS,
-    "transformer, checkpoints": replace(MODELS["transformer"], make=Checkpointed),
+    **SMALL,
+    "transformer, checkpoints": replace(SMALL["transformer"], make=Checkpointed),
 }
 ONE_BATCH = {name: replace(model, batches=1) for name, model in MEASURED_MODELS.items()}
 MEASURED = {
-    **RUNS,
+    "without privacy": without_privacy,
     "ours": partial(ours, sampling=FullBatch()),
     "ours, ghost": partial(ours, sampling=FullBatch(), engine="ghost"),
+    **BARE,
 }
 STEPS = 3
 GIVE_BACK = {  # glibc's settings

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from opacus.layers import DPLSTM
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["MODELS", "Model"]
+__all__ = ["MODELS", "SMALL", "Model"]
 
 
 class Attention(nn.Module):
-    """Self-attention with four heads, made of linear layers."""
+    """Self-attention, made of linear layers."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
+        self._heads = heads
         self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         n, length, width = x.shape
         q, k, v = (
-            f(x).view(n, length, 4, width // 4).transpose(1, 2) for f in (self.q, self.k, self.v)
+            f(x).view(n, length, self._heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v)
         )
         attended = F.scaled_dot_product_attention(q, k, v)
         return self.out(attended.transpose(1, 2).reshape(n, length, width))
@@ -33,9 +35,9 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, heads: int = 4) -> None:
         super().__init__()
-        self.attention = nn.Sequential(nn.LayerNorm(width), Attention(width))
+        self.attention = nn.Sequential(nn.LayerNorm(width), Attention(width, heads))
         self.mlp = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
@@ -74,12 +76,25 @@ class Residual(nn.Module):
         return F.relu(self.body(x) + self.shortcut(x))
 
 
-class Recurrent(nn.Module):
-    """An LSTM of width 128 over 50 steps, made of linear layers with or without privacy."""
+class Patches(nn.Module):
+    """ViT-S: twelve blocks of width 384 with six heads, over patches of 4 x 4."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lstm, self.head = DPLSTM(32, 128, batch_first=True), nn.Linear(128, 10)
+        self.patches = nn.Conv2d(3, 384, 4, 4)
+        self.blocks = nn.Sequential(*(Block(384, heads=6) for _ in range(12)))
+        self.head = nn.Sequential(nn.LayerNorm(384), nn.Linear(384, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.patches(x).flatten(2).transpose(1, 2)).mean(1))
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, and a linear one on its last step."""
+
+    def __init__(self, lstm: nn.Module, width: int) -> None:
+        super().__init__()
+        self.lstm, self.head = lstm, nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.lstm(x)[0][:, -1])
@@ -114,25 +129,94 @@ def resnet() -> nn.Module:
     )
 
 
+def opacus_lstm() -> nn.Module:
+    """One layer of width 128, made of linear layers with or without privacy."""
+    return Recurrent(DPLSTM(32, 128, batch_first=True), 128)
+
+
+def torch_lstm() -> nn.Module:
+    return Recurrent(nn.LSTM(32, 256, 2, batch_first=True), 256)
+
+
+def resnet18() -> nn.Module:
+    """ResNet-18 as it is used on CIFAR-10, with GroupNorm: 11.2M weights."""
+    stages = [(64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)]
+    return nn.Sequential(
+        *(nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.GroupNorm(8, 64), nn.ReLU()),
+        *(part for a, b, s in stages for part in (Residual(a, b, s), Residual(b, b, 1))),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)),
+    )
+
+
+class Logits(nn.Module):
+    """The logits of a model of transformers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).logits
+
+
+def gpt2(layers: int) -> nn.Module:
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    nothing_drawn = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = GPT2Config(n_layer=layers, num_labels=10, pad_token_id=50256, **nothing_drawn)
+    return GPT2ForSequenceClassification(config)
+
+
+def gpt2_lora() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    return Logits(
+        get_peft_model(gpt2(12), LoraConfig(task_type="SEQ_CLS", target_modules=["c_attn"]))
+    )
+
+
 @dataclass(frozen=True)
 class Model:
-    """A network, its batch size, and random records for it; a data set has several batches."""
+    """A network, its batch size, and random records for it; a data set has several batches.
+
+    A benchmark of steps lets so many go by as the first ones, and takes the median of those after them.
+    """
 
     make: Callable[[], nn.Module]
     batch_size: int
     records: Callable[[int], Tensor]
     batches: int = 20
+    first: int = 60
+    steps: int = 15
 
 
 def _images(*size: int) -> Callable[[int], Tensor]:
     return lambda n: torch.rand(n, *size)
 
 
-MODELS = {
+def _tokens(n: int) -> Tensor:
+    return torch.randint(1000, (n, 64))
+
+
+def _sequences(n: int) -> Tensor:
+    return torch.randn(n, 50, 32)
+
+
+_large = partial(Model, first=8, steps=5)
+
+SMALL = {
     "logistic regression": Model(logistic, 256, _images(1, 28, 28)),
     "MLP": Model(mlp, 256, _images(1, 28, 28)),
     "CNN": Model(cnn, 256, _images(1, 28, 28)),
-    "transformer": Model(Transformer, 64, lambda n: torch.randint(1000, (n, 64))),
-    "ResNet": Model(resnet, 64, _images(3, 32, 32)),
-    "LSTM": Model(Recurrent, 64, lambda n: torch.randn(n, 50, 32)),
+    "transformer": Model(Transformer, 64, _tokens, steps=5),
+    "ResNet": Model(resnet, 64, _images(3, 32, 32), steps=5),
+    "LSTM": Model(opacus_lstm, 64, _sequences),
+}
+MODELS = {
+    **SMALL,
+    "nn.LSTM": Model(torch_lstm, 64, _sequences),
+    "ResNet-18": _large(resnet18, 16, _images(3, 32, 32)),
+    "ViT-S": _large(Patches, 8, _images(3, 32, 32)),
+    "GPT-2, 4 layers": _large(lambda: Logits(gpt2(4)), 8, _tokens),
+    "GPT-2, LoRA": _large(gpt2_lora, 8, _tokens),
 }

@@ -1,18 +1,22 @@
 """The cost of one private step, next to the same step without privacy, and next to the peers.
 
-    python benchmarks/step.py [--quick] [--models MLP CNN ...] [--check] [--processor]
+    python benchmarks/step.py [--models MLP CNN ...] [--rounds 15] [--processor] [--check]
     python benchmarks/step.py --rounds 3 --steps 15    # as on the GPU of benchmarks/results.md
 
-Ours and the step without privacy both run through the Trainer; ours with its default engine, and with the
-one that takes least memory (engine="ghost"). The peers (Opacus' four modes, vmap over
-torch.func.grad, and book-keeping, which fast_dp.py writes from its paper) run in bare loops, which
-favours them. All do the same work: forward, backward, clip, noise, SGD, on one thread, or on the
-accelerator at hand, which each step waits for. Fits of the Trainer are timed after 42 steps (with --quick
-after three, so that comparisons of records, frequent at the start, are in it; benchmarks/isolation.py has
-them). Runs alternate, so that a busy machine disturbs all. Our
-journal is in memory here where the system allows it; benchmarks/overhead.py tells what the disk costs.
---processor takes the time of the processor, of all threads together, for a machine with other work on it;
-noise that is drawn in the background counts in full there.
+Ours and the step without privacy run through the Trainer with all defaults, and ours with every check
+off besides; each over a data set of tensors, and over one that gives a record at a time. The peers
+(Opacus' hooks and ghost clipping, vmap over torch.func.grad, and book-keeping, which fast_dp.py
+writes from its paper) run in bare loops, which favours them. All do the same work: forward, backward,
+clip, noise, SGD, on one thread, or on the accelerator at hand, which each step waits for. Runs
+alternate, so that a busy machine disturbs all. Of each fit three numbers count:
+
+- step: the median of the steps after the first 60, where comparisons of records have become rare;
+- first: the mean of the first 60, which has them all, over that median (of large models the first 8);
+- start: seconds from ``fit`` to the end of step 1.
+
+Our journal is in memory here where the system allows it; benchmarks/overhead.py tells what the disk
+costs. --processor takes the time of the processor, of all threads together, for a machine with other
+work on it; noise that is drawn in the background counts in full there.
 --check compares the ratios with those recorded in benchmarks/step.json, and fails above 1.25 times.
 """
 
@@ -27,10 +31,10 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import lightning as L
 import torch
@@ -41,22 +45,31 @@ from opacus import PrivacyEngine
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_dp import AbstractEstimator, AbstractSampling, MeanGradient, Poisson
+from lightning_dp import AbstractEstimator, AbstractSampling, Checks, MeanGradient, Poisson
 from lightning_dp.callbacks import DifferentialPrivacy
 
 CLIP_NORM = 1.0
 NOISE_MULTIPLIER = 1.0
 LEARNING_RATE = 0.01
-WARM_UP, STEADY = 3, 42
-PLAIN, POISSON = MeanGradient(CLIP_NORM), Poisson()
+WARM_UP = 3
+PLAIN, POISSON, ON = MeanGradient(CLIP_NORM), Poisson(), Checks()
+OFF = Checks(dry_run=False, loss_graph=False, comparisons=False, gradient_edits="none")
 GOALS = {
-    **{"logistic regression": 1.4, "MLP": 1.25, "CNN": 1.3},
-    **{"transformer": 1.2, "ResNet": 1.25, "LSTM": 1.3},
+    **{"logistic regression": 1.35, "MLP": 1.2, "CNN": 1.35},
+    **{"transformer": 1.2, "ResNet": 1.3, "nn.LSTM": 1.4},
 }
 RECORDED = Path(__file__).with_name("step.json")
-Data = tuple[Tensor, Tensor]
+T = TypeVar("T")
+
+
+class Cost(NamedTuple):
+    """Seconds of a step, the first steps in units of it, and seconds to the end of step 1."""
+
+    step: float
+    first: float = math.nan
+    start: float = math.nan
 
 
 class Module(L.LightningModule):
@@ -70,7 +83,21 @@ class Module(L.LightningModule):
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE)
+        trained = [param for param in self.parameters() if param.requires_grad]
+        return torch.optim.SGD(trained, lr=LEARNING_RATE)
+
+
+class ByRecord(Dataset[Any]):
+    """A data set that gives one record at a time."""
+
+    def __init__(self, records: TensorDataset) -> None:
+        self._records = records
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return self._records[index]
 
 
 def now() -> float:
@@ -79,13 +106,7 @@ def now() -> float:
     return _clock()
 
 
-def after_comparisons() -> None:
-    """Time fits of the Trainer where comparisons of records have become rare, from now on."""
-    global _warm_up
-    _warm_up = STEADY
-
-
-_clock, _warm_up = time.perf_counter, WARM_UP
+_clock = time.perf_counter
 
 
 def by_processor() -> None:
@@ -104,49 +125,58 @@ class Clock(L.Callback):
         self.ends.append(now())
 
 
-def per_step(ends: list[float], warm_up: int = WARM_UP) -> float:
+def per_step(ends: Sequence[float], warm_up: int = WARM_UP) -> float:
     """The median of the steps after the warm-up, in seconds."""
     return statistics.median(
         b - a for a, b in zip(ends[warm_up:], ends[warm_up + 1 :], strict=False)
     )
 
 
-def _batches(model: Model, steps: int) -> TensorDataset:
+def _batches(model: Model) -> TensorDataset:
     n = model.batch_size * model.batches
     return TensorDataset(model.records(n), torch.randint(10, (n,)))
 
 
-def _fit(model: Model, steps: int, callbacks: list[L.Callback]) -> float:
-    clock = Clock()
+def fit(
+    model: Model,
+    steps: int,
+    privacy: Sequence[L.Callback] = (),
+    *,
+    first: int | None = None,
+    by_record: bool = False,
+) -> Cost:
+    """Train by the Trainer: the first steps (default: the model's), and these after them."""
+    first = model.first if first is None else first
+    clock, data = Clock(), _batches(model)
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
             **trainer_arguments(),
-            max_steps=steps + _warm_up + 1,
-            callbacks=[*callbacks, clock],
+            max_steps=first + steps + 1,
+            callbacks=[*privacy, clock],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=folder,
         )
-        data = _batches(model, steps)
-        trainer.fit(Module(model.make()), DataLoader(data, model.batch_size, shuffle=True))
-    return per_step(clock.ends, _warm_up)
+        records = ByRecord(data) if by_record else data
+        loader = DataLoader(records, model.batch_size, shuffle=True)
+        module, begin = Module(model.make()), now()
+        trainer.fit(module, loader)
+    ends, step = clock.ends, per_step(clock.ends, first)
+    return Cost(step, (ends[first] - ends[0]) / first / step, ends[1] - begin)
 
 
-def without_privacy(model: Model, steps: int) -> float:
-    """The Trainer alone."""
-    return _fit(model, steps, [])
-
-
-def ours(
+def private_fit(
     model: Model,
     steps: int,
     estimator: AbstractEstimator = PLAIN,
     engine: Any = "auto",
     sampling: AbstractSampling = POISSON,
-) -> float:
-    """The Trainer with the callback."""
+    checks: Checks = ON,
+    **how: Any,
+) -> Cost:
+    """The same with the callback."""
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=memory) as journal:
         privacy = DifferentialPrivacy(
@@ -155,9 +185,20 @@ def ours(
             estimator=estimator,
             engine=engine,
             sampling=sampling,
+            checks=checks,
             ledger_dir=journal,
         )
-        return _fit(model, steps, [privacy])
+        return fit(model, steps, [privacy], **how)
+
+
+def without_privacy(model: Model, steps: int) -> float:
+    """Seconds of a step of the Trainer alone, soon after the start."""
+    return fit(model, steps, first=WARM_UP).step
+
+
+def ours(model: Model, steps: int, **settings: Any) -> float:
+    """Seconds of a step with the callback, soon after the start."""
+    return private_fit(model, steps, first=WARM_UP, **settings).step
 
 
 def opacus(mode: str) -> Callable[[Model, int], float]:
@@ -165,7 +206,7 @@ def opacus(mode: str) -> Callable[[Model, int], float]:
 
     def run(model: Model, steps: int) -> float:
         net = model.make().to(DEVICE)
-        data = DataLoader(_batches(model, steps), model.batch_size)
+        data = DataLoader(_batches(model), model.batch_size)
         criterion: Any = nn.CrossEntropyLoss()
         more = {"criterion": criterion} if mode == "ghost" else {}
         private = PrivacyEngine().make_private(
@@ -213,7 +254,7 @@ def vmapped(model: Model, steps: int) -> float:
             params[name].grad = (total + noise) / model.batch_size
         optimizer.step()
 
-    return _loop(step, DataLoader(_batches(model, steps), model.batch_size), steps)
+    return _loop(step, DataLoader(_batches(model), model.batch_size), steps)
 
 
 def fast_dp(model: Model, steps: int) -> float:
@@ -228,7 +269,7 @@ def fast_dp(model: Model, steps: int) -> float:
             param.grad = (total + noise) / model.batch_size
         optimizer.step()
 
-    return _loop(step, DataLoader(_batches(model, steps), model.batch_size), steps)
+    return _loop(step, DataLoader(_batches(model), model.batch_size), steps)
 
 
 def _loop(step: Callable[[Tensor, Tensor], None], data: Any, steps: int) -> float:
@@ -244,33 +285,33 @@ def _loop(step: Callable[[Tensor, Tensor], None], data: Any, steps: int) -> floa
 
 PEERS: dict[str, Callable[[Model, int], float]] = {
     "Opacus hooks": opacus("hooks"),
-    "Opacus ew": opacus("ew"),
-    "Opacus functorch": opacus("functorch"),
     "Opacus ghost": opacus("ghost"),
     "vmap": vmapped,
-    "book-keeping": fast_dp,
 }
-RUNS = {
-    "without privacy": without_privacy,
-    "ours": ours,
-    "ours, ghost": partial(ours, engine="ghost"),
-    **PEERS,
+BARE = {**PEERS, "book-keeping": fast_dp}  # the floor, which no peer of a user's is
+FITS: dict[str, Callable[[Model, int], Cost]] = {
+    "without privacy": fit,
+    "ours": private_fit,
+    "ours, checks off": partial(private_fit, checks=OFF),
+    "without, by record": partial(fit, by_record=True),
+    "ours, by record": partial(private_fit, by_record=True),
+    "ours, off, by record": partial(private_fit, checks=OFF, by_record=True),
 }
 
 
 def measure(
-    runs: dict[str, Callable[[Model, int], float]], model: Model, steps: int, rounds: int
-) -> dict[str, list[float]]:
-    """Seconds per step of every alternative, round by round; inf where it cannot run."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    runs: dict[str, Callable[[Model, int], T]], model: Model, steps: int, rounds: int
+) -> dict[str, list[T]]:
+    """What every alternative that can run gives, round by round; those that cannot are left out."""
+    found: dict[str, list[T]] = {name: [] for name in runs}
     for turn in range(rounds):
-        for name in list(runs) if turn % 2 else reversed(list(runs)):
+        for name in list(found) if turn % 2 else reversed(list(found)):
             try:
-                times[name].append(runs[name](model, steps))
+                found[name].append(runs[name](model, steps))
             except Exception as error:
                 print(f"  {name} cannot run this model: {str(error).splitlines()[0][:90]}")
-                times[name].append(math.inf)
-    return times
+                del found[name]
+    return found
 
 
 def ratios(times: dict[str, list[float]], to: str) -> dict[str, list[float]]:
@@ -287,50 +328,71 @@ def quiet() -> None:
     torch.set_num_threads(1)
 
 
+def bare(run: Callable[[Model, int], float], model: Model, steps: int) -> Cost:
+    """Run a bare loop, of which a step counts and nothing else."""
+    return Cost(run(model, steps))
+
+
+def row(name: str, costs: list[Cost], ratios: list[float]) -> str:
+    """One line of a table."""
+    step, first, start = map(statistics.median, zip(*costs, strict=True))
+    spread = f"({ratios[0]:.2f} to {ratios[-1]:.2f})"
+    line = f"  {name:21}{1e3 * step:9.2f} ms {statistics.median(ratios):6.2f} x  {spread:16}"
+    return line if math.isnan(first) else f"{line} first {first:5.2f} x  start {start:6.2f} s"
+
+
+def compare(name: str, steps: int | None, rounds: int) -> float | None:
+    """Print the table of a model; return the ratio of ours, or None if the model is not at hand."""
+    model = MODELS[name]
+    try:
+        model.make()
+    except ImportError as missing:
+        print(f"{name} is left out: {missing}")
+        return None
+    print(f"{name}, batch {model.batch_size}, {named()}, first {model.first} steps", flush=True)
+    runs = {**FITS, **{who: partial(bare, run) for who, run in BARE.items()}}
+    costs = measure(runs, model, steps or model.steps, rounds)
+    times = {who: [each.step for each in found] for who, found in costs.items()}
+    to_plain = ratios(times, "without privacy")
+    for who, found in costs.items():
+        to = ratios(times, "without, by record") if "by record" in who else to_plain
+        print(row(who, found, to[who]), flush=True)
+    middle = {who: statistics.median(values) for who, values in to_plain.items()}
+    peers = [(middle[peer], peer) for peer in PEERS if peer in middle]
+    fastest = f"; fastest peer {min(peers)[0]:.2f}, {min(peers)[1]}" if peers else ""
+    low, high = to_plain["ours"][0], to_plain["ours"][-1]
+    goal = GOALS.get(name, math.nan)
+    verdict = "met" if high <= goal else "missed" if low > goal else "not decided"
+    print(f"  ours {middle['ours']:.2f} x; goal <= {goal}: {verdict}{fastest}", flush=True)
+    return middle["ours"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter runs")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--check", action="store_true", help="compare with the recorded ratios")
     parser.add_argument("--record", action="store_true", help="record the ratios")
     parser.add_argument("--processor", action="store_true", help="the processor's time")
-    parser.add_argument("--rounds", type=int, help="default: 5, or 3 with --quick")
-    parser.add_argument("--steps", type=int, help="default: 15, or 4 where they are slow")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--steps", type=int, help="after the first; default: 15, or 5 of large models"
+    )
     arguments = parser.parse_args()
     quiet()
     if arguments.processor:
         by_processor()
-    if not arguments.quick:
-        after_comparisons()
-    rounds = arguments.rounds or (3 if arguments.quick else 5)
     recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
-    found, slower = {}, []
-    for name in arguments.models:
-        model = MODELS[name]
-        slow = name in ("transformer", "ResNet")
-        steps = arguments.steps or (4 if slow or arguments.quick else 15)
-        print(f"{name}, batch {model.batch_size}, {named()}")
-        times = measure(RUNS, model, steps, rounds)
-        for who, values in ratios(times, "without privacy").items():
-            middle = statistics.median(values)
-            print(
-                f"  {who:16} {1e3 * statistics.median(times[who]):9.2f} ms  "
-                f"{middle:6.2f} x  ({values[0]:.2f} to {values[-1]:.2f})"
-            )
-        found[name] = statistics.median(ratios(times, "without privacy")["ours"])
-        fastest = min((statistics.median(times[peer]), peer) for peer in PEERS)
-        ahead = fastest[0] / statistics.median(times["ours"])
-        goal = GOALS[name]
-        print(
-            f"  ours {found[name]:.2f} x; goal <= {goal}: {'met' if found[name] <= goal else 'missed'}"
-            f"; {ahead:.2f} times as fast as the fastest peer, {fastest[1]}"
-        )
-        if arguments.check and found[name] > 1.25 * recorded.get(name, math.inf):
-            slower.append(f"{name}: {found[name]:.2f}, recorded {recorded[name]:.2f}")
+    compared = {name: compare(name, arguments.steps, arguments.rounds) for name in arguments.models}
+    found = {name: ratio for name, ratio in compared.items() if ratio is not None}
     print(f"geometric mean {statistics.geometric_mean(found.values()):.2f}")
     if arguments.record:
         RECORDED.write_text(json.dumps({**recorded, **found}, indent=2) + "\n")
-    if slower:
+    slower = [
+        f"{name}: {found[name]:.2f}, recorded {recorded[name]:.2f}"
+        for name in found.keys() & recorded.keys()
+        if found[name] > 1.25 * recorded[name]
+    ]
+    if arguments.check and slower:
         sys.exit("slower than recorded: " + "; ".join(slower))
 
 

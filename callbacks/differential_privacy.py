@@ -53,7 +53,8 @@ class DifferentialPrivacy(Callback):
         noise_schedule: how the noise changes over steps; default constant.
         estimator: forms the query of each step; default DP-SGD's mean of clipped gradients.
         postprocessing: applied to the private gradient, in order.
-        sampling: ``Poisson()``, ``FullBatch()``, ``CyclicPoisson(bands)`` or ``FixedOrder()``.
+        sampling: ``Poisson()``, ``TruncatedPoisson(limit)``, ``FullBatch()``, ``RandomAllocation()``,
+            ``CyclicPoisson(bands)`` or ``FixedOrder()``.
         noise: ``IndependentNoise()`` (default); noise that remembers, ``BandedNoise(bands)`` with
             ``CyclicPoisson(bands)`` or ``FixedOrder()``, ``LambdaCGD(lam)`` with ``FixedOrder()``.
         unit: the unit of privacy: ``UserLevel(ids=..., most_rows=k)`` for users with all their rows;

@@ -53,10 +53,12 @@ __all__ = [
     "PrivacyConfig",
     "PrivacyWarning",
     "Query",
+    "RandomAllocation",
     "StepDecay",
     "Storm",
     "StreamingRDPAccountant",
     "Term",
+    "TruncatedPoisson",
     "UserLevel",
     "Workload",
     "fix",
@@ -97,6 +99,8 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
         FixedOrder,
         FullBatch,
         Poisson,
+        RandomAllocation,
+        TruncatedPoisson,
         UserLevel,
     )
     from lightning_dp.schedules import (

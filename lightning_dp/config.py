@@ -35,7 +35,14 @@ from lightning_dp.clipping import AdaptiveQuantile, Clipping, Flat, PerGroup, ch
 from lightning_dp.estimators import AbstractEstimator, MeanGradient
 from lightning_dp.noise import AbstractNoise, IndependentNoise
 from lightning_dp.postprocessing import AbstractPostProcessor
-from lightning_dp.sampling import AbstractSampling, FixedOrder, Poisson, UserLevel
+from lightning_dp.sampling import (
+    AbstractSampling,
+    FixedOrder,
+    Poisson,
+    RandomAllocation,
+    TruncatedPoisson,
+    UserLevel,
+)
 from lightning_dp.sampling.blocks import AbstractBlockSampling
 from lightning_dp.sampling.units import RowsOfUnits, name_by_user
 from lightning_dp.schedules import AbstractSchedule, Constant
@@ -197,6 +204,7 @@ class PrivacyConfig:
         self._check_gradient()
         self._check_clip_norm()
         self._check_block()
+        self._check_truncated()
         for release in self.other_releases:
             release.costs(self.relation)  # refuses one that says nothing about the relation
 
@@ -314,6 +322,33 @@ class PrivacyConfig:
                 "releases none. Use a schedule that is fixed in advance."
             )
 
+    def _check_truncated(self) -> None:
+        """Refuse what batches with a limit cannot go with."""
+        sampling = self.sampling
+        if not sampling.has_pairs and self.accountant.is_its_own_guard:
+            raise RefusedSetting(
+                f"sampling={sampling} in a trial of a search, whose share of the budget is declared in "
+                "Poisson steps. Use sampling=Poisson() there.",
+                topic="batch-limit",
+            )
+        if not isinstance(sampling, TruncatedPoisson):
+            return
+        if self.relation == "zero_out":
+            raise RefusedSetting(
+                f"sampling={sampling} with relation='zero_out': a record without effect still takes the "
+                "place of another where the limit is reached. Say relation='add_remove' or "
+                "'replace_one', or use sampling=Poisson().",
+                topic="fixed-order",
+            )
+        traits = self.resolved_estimator().traits
+        if not (isinstance(self.noise_schedule, Constant) and traits.period == 1):
+            raise RefusedSetting(
+                f"sampling={sampling} needs the same noise and rate at every step, and noise_schedule="
+                f"{self.noise_schedule} with {self.resolved_estimator()} changes them. Use Constant() "
+                "and MeanGradient, or sampling=Poisson().",
+                topic="batch-limit",
+            )
+
     def _check_block(self) -> None:
         """Refuse settings that correlated noise or dependent batches do not support."""
         noise, sampling = self.noise, self.sampling
@@ -341,6 +376,13 @@ class PrivacyConfig:
                 f"sampling={sampling} with relation='add_remove': a record more or less would move "
                 "others to other steps. Say relation='zero_out': neighbouring data sets differ by one "
                 "record that has no effect and keeps its place; or 'replace_one'.",
+                topic="fixed-order",
+            )
+        if self.relation == "replace_one" and isinstance(sampling, RandomAllocation):
+            raise RefusedSetting(
+                f"sampling={sampling} with relation='replace_one': no bound is known here for records "
+                "that are exchanged. Say relation='add_remove' or 'zero_out', or use "
+                "sampling=Poisson().",
                 topic="fixed-order",
             )
         if not isinstance(self.noise_schedule, Constant):

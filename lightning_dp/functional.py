@@ -34,6 +34,7 @@ __all__ = [
     "random_k",
     "real",
     "shared_mask",
+    "squares_of_products",
     "unflatten",
     "where_used",
 ]
@@ -295,6 +296,68 @@ def factor_norms(factors: Tensor) -> Tensor:
     return norms.masked_fill_(norms > _LARGEST_FACTOR, math.inf)
 
 
+def squares_of_products(products: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return Σ_k ‖a_k‖² ‖b_k‖² of each record as float64, for pairs (a_k, b_k) and rows alone, (a_k,).
+
+    With :func:`factor_norms` of pairs and :func:`squared_row_norms` of rows alone, of all of them in one
+    go: float32 tensors on the CPU, records first. A tensor that stands in several is looked at once.
+
+    Example:
+        >>> a, b = torch.tensor([[3.0, 4.0]]), torch.tensor([[2.0]])
+        >>> squares_of_products([(a, b), (a,)])
+        tensor([125.], dtype=torch.float64)
+    """
+    each: dict[object, Tensor] = {}  # by place
+    numbers: dict[object, int] = {}
+    chosen = []
+    for product in products:
+        places = [_place(tensor) for tensor in product]
+        each.update(zip(places, product, strict=True))
+        chosen.append(tuple([numbers.setdefault(place, len(numbers)) for place in places]))
+    norms = [block_norms(as_rows(tensor)) for tensor in each.values()]
+    blocks = tuple([found.shape[1] for found in norms])
+    squares = torch.cat(norms, dim=1).double().square_()
+    if len(blocks) < squares.shape[1]:
+        squares = squares @ _sums_of(blocks)  # where one is not finite, no sum is: looked at again
+    lengths = tuple([tensor.shape[1:].numel() for tensor in each.values()])
+    least, floors, first, second, alone = _numbers_of(tuple(chosen), lengths)
+    if not ((squares > least) & (squares < math.inf)).all():
+        for number, tensor in enumerate(each.values()):
+            squares[:, number] = squares_of_blocks(norms[number], as_rows(tensor))
+    factors = squares.sqrt().add_(floors)
+    factors.masked_fill_(factors > _LARGEST_FACTOR, math.inf)
+    both = factors.index_select(1, first) * factors.index_select(1, second)
+    return both.square_().sum(1) + squares.index_select(1, alone).sum(1)
+
+
+def _place(tensor: Tensor) -> object:
+    """Return what two views of the same rows have in common."""
+    is_plain = tensor.is_contiguous() and tensor.numel()
+    return (tensor.data_ptr(), tensor.numel()) if is_plain else id(tensor)
+
+
+@functools.lru_cache(maxsize=64)
+def _numbers_of(
+    chosen: tuple[tuple[int, ...], ...], lengths: tuple[int, ...]
+) -> tuple[Tensor, ...]:
+    """Return trusted squares and floors of factors by lengths; places of both factors, of rows alone."""
+    wide = torch.tensor(lengths, dtype=torch.float64)
+    pairs = [each for each in chosen if len(each) > 1]
+    places = [a for a, _ in pairs], [b for _, b in pairs], [i[0] for i in chosen if len(i) == 1]
+    return wide * _TRUSTED**2, wide.sqrt() * _LEAST_FACTOR, *map(_as_places, places)
+
+
+@functools.lru_cache(maxsize=64)
+def _sums_of(blocks: tuple[int, ...]) -> Tensor:
+    """Return the matrix that adds up so many columns, and so many next to them, and so on."""
+    place = torch.arange(len(blocks)).repeat_interleave(torch.tensor(blocks))
+    return torch.nn.functional.one_hot(place, len(blocks)).double()
+
+
+def _as_places(numbers: list[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
 def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:
     """Return ``min(1, C / norm)`` per record, and 0 for a record whose norm is not finite.
 
@@ -332,11 +395,11 @@ def number_of_entries(tensors: Sequence[Tensor]) -> int:
         >>> number_of_entries([torch.zeros(2, 2), torch.zeros(3, dtype=torch.complex64)])
         10
     """
-    return sum([_entries(tensor) for tensor in tensors])
+    return sum(_entries(tensors))
 
 
-def _entries(tensor: Tensor) -> int:
-    return tensor.numel() * (2 if tensor.is_complex() else 1)
+def _entries(tensors: Sequence[Tensor]) -> list[int]:
+    return [each.numel() * (2 if each.is_complex() else 1) for each in tensors]
 
 
 def is_finite(vector: Tensor) -> bool:
@@ -373,7 +436,7 @@ def _as(part: Tensor, like: Tensor) -> Tensor:
 
 def parts_of(vector: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the flat view of ``vector`` that belongs to each tensor."""
-    return torch.split(vector, [_entries(tensor) for tensor in like])
+    return torch.split(vector, _entries(like))
 
 
 def brought_to(state: Any, device: torch.device) -> Any:

@@ -25,7 +25,7 @@ from lightning_dp.boundary import (
     begin_with_noise,
 )
 from lightning_dp.clipping import AdaptiveQuantile
-from lightning_dp.estimators.driver import Driver
+from lightning_dp.estimators.base import Driver
 from lightning_dp.functional import brought_to, number_of_entries
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.optimizers import NoiseFilter
@@ -45,7 +45,7 @@ class BudgetExhausted(Refusal, RuntimeError):
         super().__init__(text, topic="budget-exhausted")
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Step:
     """A step that was begun: what it asked so far, and what was answered to the latest query.
 
@@ -237,7 +237,7 @@ class Mechanism:
         assert query is not None  # of the first part only
         asked = (*step.asked, query)
         self.plan.enforce(asked, step.charged, self.step)
-        self._begun = replace(step, asked=asked)
+        step.asked, self._begun = asked, step
         self.begin_noise(params)
 
     def _counting(self, query: Query | None) -> Query | None:
@@ -280,14 +280,13 @@ class Mechanism:
             is_worth_it = self.noise.has_background(share.stop - share.start, params[0].device)
             if not is_worth_it or query.noise_multiplier == 0:
                 return
-        begun = begin_with_noise(query, params, self.noise, self.world)
-        self._begun = replace(step, begun=begun)
+        step.begun = begin_with_noise(query, params, self.noise, self.world)
 
     def _with_total(self) -> _Step | None:
         """Return the step that was begun, with the noise in its sum if the sum begins with it."""
         step = self._begun
         if step is not None and step.begun is not None:
-            step = self._begun = replace(step, total=step.begun(), begun=None)
+            step.total, step.begun = step.begun(), None
         return step
 
     # -- answer ------------------------------------------------------------------------------
@@ -324,7 +323,7 @@ class Mechanism:
                 f"{len(coordinates)} coordinates.",
                 topic="out-of-order",
             )
-        self._begun = replace(step, total=part if step.total is None else step.total.plus(part))
+        step.total = part if step.total is None else step.total.plus(part)
 
     # -- tell --------------------------------------------------------------------------------
 
@@ -373,8 +372,9 @@ class Mechanism:
         self._schedule_state = self.plan.shape.observe(self._schedule_state, released.value)
         size = len(released.value)
         self.noise_variance = self._filter.advance(self.step, released.noise_std, size)
-        estimate, driver = step.driver.tell(params, released)
-        return estimate, replace(step, driver=driver, total=None)
+        estimate, step.driver = step.driver.tell(params, released)
+        step.total = None
+        return estimate, step
 
     def _observe(self, query: Query, released: Release) -> Release:
         """Show a release to those who follow them, and return its gradient alone."""

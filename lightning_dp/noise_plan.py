@@ -221,6 +221,10 @@ class LaterSteps(AbstractPairPlan):
     plan: NoisePlan
     step: int
 
+    @property
+    def is_exact(self) -> bool:
+        return self.plan.sampling.has_pairs
+
     def __call__(self, charge: int) -> AbstractEvent:
         plan = self.plan
         return plan.event(plan.start + (plan.charges_before(self.step) + charge) * plan.window)
@@ -243,11 +247,13 @@ class Budget:
         config: what the user said.
         batches: how batches are made.
         spent: everything that was charged before.
+        processes: that share each batch.
     """
 
     config: PrivacyConfig
     batches: BatchPlan
     spent: History
+    processes: int = 1
 
     def plan(self, scale: float, step: int = 0, planned_steps: float = math.inf) -> NoisePlan:
         """The plan whose noise multiplier is ``scale`` where the schedule's shape is 1.
@@ -272,7 +278,8 @@ class Budget:
         """The plan as far as it says which batches are drawn: without its noise."""
         config, rate = self.config, self.batches.sample_rate
         shape, estimator = config.noise_schedule, config.resolved_estimator()
-        return NoisePlan(1.0, shape, config.sampling, rate, estimator)
+        sampling = config.sampling.among(self.batches, self.processes)
+        return NoisePlan(1.0, shape, sampling, rate, estimator)
 
     def scale(self, planned_steps: float, step: int, epsilon: float) -> float:
         """The noise multiplier where the schedule's shape is 1: as given, or calibrated.
@@ -299,15 +306,25 @@ class Budget:
         # Calibration meets a target to one part in 1000; what is left below that is nothing.
         if not epsilon < 0.999 * config.target_epsilon or planned_steps < 1:
             return math.inf  # nothing is left, and no finite noise fits into it
-        from lightning_dp.accounting.calibration import calibrate_steps
+        from lightning_dp.accounting.calibration import alike, calibrate_steps
+
+        number, events = int(planned_steps), None
+        if config.sampling.has_pairs:
+            shapes = self.plan(1.0, step, planned_steps).steps(step, number)
+        else:  # Poisson steps cost about as much
+            shapes = alike(self.batches.sample_rate, number)
+
+            def events(scale: float) -> History:
+                return self.plan(scale, step, planned_steps).history(step, number)
 
         return calibrate_steps(
-            self.plan(1.0, step, planned_steps).steps(step, int(planned_steps)),
+            shapes,
             config.target_epsilon,
             config.target_delta,
             relation=config.relation,
             accountant=self._planner(),
             spent=self.spent,
+            events=events,
         )
 
     def _planner(self) -> AbstractAccountant:

@@ -252,7 +252,7 @@ def _draw_sigma(ax: Axes, charges: History, color: str) -> None:
         covered = count * event.num_steps
         places = [done + 1] if covered == 1 else [done + 1, done + covered]
         steps += places
-        sigmas += [event.pair[0]] * len(places)
+        sigmas += [getattr(event, "noise_multiplier", event.pair[0])] * len(places)
         done += covered
     ax.plot(steps, sigmas, color=color, label=r"$\sigma_t$")
     ax.set_ylabel(r"noise multiplier $\sigma_t$", color=color)

@@ -22,7 +22,7 @@ from lightning_dp.accounting.base import EpsilonCache
 from lightning_dp.accounting.events import History
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.accounting.pld import PLDAccountant, epsilon_curve
-from lightning_dp.accounting.steps import CheckedHistory, check_places
+from lightning_dp.accounting.steps import CheckedHistory, check_bounded
 from lightning_dp.clipping import AdaptiveQuantile
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.mechanism import Mechanism
@@ -110,7 +110,7 @@ class PlannedFit:
         draw = None
         if isinstance(config.sampling, AbstractBlockSampling):
             rng = random_generator(config.seed, 3, world.rank, step, secure=config.secure_noise)
-            draw = config.sampling.begin(budget.batches, world.rank, world.size, rng)
+            draw = config.sampling.begin(budget.batches, world.rank, world.size, rng, step)
         return cls(mechanism, step + planned_steps, step + affordable, draw=draw)
 
     def replan(self, budget: Budget, world: World) -> None:
@@ -178,6 +178,7 @@ class PrivateRun:
         for release in config.other_releases:
             self.ledger.declare(release)
         self.batches: BatchPlan | None = None
+        self._processes = 1
         self._rates: NoisePlan | None = None  # of steps, without the noise
         self.stop_reason: str | None = None
         self.not_covered: tuple[str, ...] = ()  # of this run, besides what holds for all
@@ -367,7 +368,7 @@ class PrivateRun:
                 f"{processes} of them that is batch_size={size:g}.",
                 topic="data-changed",
             )
-        self.batches, self._rates = batches, None
+        self.batches, self._processes, self._rates = batches, processes, None
 
     def start(
         self, planned_steps: float, world: World, directory: Path | None, steps_before: int = 0
@@ -407,7 +408,7 @@ class PrivateRun:
     def _planned_fit(self, planned_steps: float, world: World, steps_before: int) -> PlannedFit:
         """Find the noise and the budget of the steps to come."""
         budget, resumed = self._budget(self.ledger.history()), self._resumed
-        check_places(budget.spent, self.config.relation)
+        check_bounded(budget.spent, self.config.relation)
         state = self._state_to_continue(steps_before)
         step = 0 if state is None else int(state["step"])
         is_calibrated = resumed is None or self._may_replan(step + planned_steps)
@@ -465,7 +466,7 @@ class PrivateRun:
             raise RefusedRun(
                 "PrivateRun.use_batches() must come before a plan is made.", topic="out-of-order"
             )
-        return Budget(self.config, self.batches, spent)
+        return Budget(self.config, self.batches, spent, self._processes)
 
     def _state_to_continue(self, steps_before: int) -> dict[str, Any] | None:
         """Return the mechanism's state from the checkpoint, or from this Trainer's fit before."""

@@ -28,7 +28,7 @@ from lightning_dp import (
     Storm,
 )
 from lightning_dp.optimizers import NoiseFilter
-from tests.zoo import Classifier, private, records
+from tests.zoo import Classifier, flat, private, records
 
 
 def weights(seed=0):
@@ -276,3 +276,32 @@ def test_a_private_run_learns_and_goes_on_as_if_it_had_not_stopped(kind, make_tr
     for name in ("noise_variance", "noise_average"):
         assert groups[0][name] == pytest.approx(groups[1][name], rel=1e-9)
         assert groups[0][name] > 0
+
+
+# -- optimizers of torch ---------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
+def test_muon_steps_on_the_private_gradient_as_it_is(make_trainer):
+    released = []
+
+    class Watch(L.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            released.append([param.grad.clone() for param in pl_module.parameters()])
+
+    def matrices():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 3, bias=False))
+
+    model, alone = Classifier(matrices(), lambda p: torch.optim.Muon(p, lr=0.02)), matrices()
+    callback = private()
+    trainer = make_trainer(max_steps=5, callbacks=[Watch(), callback])
+    trainer.fit(model, DataLoader(TensorDataset(*records(60)), 12))
+
+    optimizer = torch.optim.Muon(alone.parameters(), lr=0.02)
+    for gradients in released:
+        for param, gradient in zip(alone.parameters(), gradients, strict=True):
+            param.grad = gradient
+        optimizer.step()
+    assert callback.steps == len(released) == 5
+    assert torch.equal(flat(model), flat(alone))

@@ -27,6 +27,7 @@ PUBLIC = {
         AbstractPostProcessor LaplacianSmoothing Momentum DPAdamW
         Flat Automatic PerGroup AdaptiveQuantile
         AbstractSampling BatchPlan Checks Poisson FullBatch CyclicPoisson FixedOrder UserLevel
+        TruncatedPoisson RandomAllocation
         IndependentNoise BandedNoise LambdaCGD Workload suggest_noise
         fix losses_of_records rows_of_records About
         PLDAccountant StreamingRDPAccountant ApproximateDP ZCDP

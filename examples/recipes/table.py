@@ -21,7 +21,7 @@ FOLDER = "python examples/recipes/"
 KEPT = Path(__file__).with_name("results")
 ORDER = (
     *("mnist_linear", "mnist_network", "cifar10_linear", "a9a_linear", "california_network"),
-    *("text_classifier", "language_model", "public_to_private", "from_scratch", "federation"),
+    *("text_classifier", "public_to_private", "from_scratch", "federation"),
 )
 HEADER = (
     *("data and model", "records", "at the start", "private", "ε, δ"),

@@ -6,7 +6,10 @@ What is there differs a little from one version of Python to the next.
 
 from __future__ import annotations
 
+import ast
 import sysconfig
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -29,3 +32,26 @@ def source_lines(package: str) -> list[str]:
 def pieces(lines: list[str], size: int) -> list[str]:
     """Texts of ``size`` lines each."""
     return ["\n".join(lines[i : i + size]) for i in range(0, len(lines) - size + 1, size)]
+
+
+def functions() -> Iterator[str]:
+    """The functions of the standard library's modules and classes, each once, as they are written."""
+    folder, seen = Path(sysconfig.get_path("stdlib")), set[str]()
+    for path in sorted(folder.rglob("*.py")):
+        if {"test", "tests", "site-packages"} & set(path.parts):
+            continue
+        text = path.read_text("utf-8", errors="replace")
+        with warnings.catch_warnings():  # about escapes in old files
+            warnings.simplefilter("ignore")
+            try:
+                module = ast.parse(text)
+            except SyntaxError:
+                continue
+        lines = text.splitlines()
+        for part in module.body:
+            for each in part.body if isinstance(part, ast.ClassDef) else [part]:
+                if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+                    found = "\n".join(lines[each.lineno - 1 : each.end_lineno])
+                    if found not in seen:
+                        seen.add(found)
+                        yield found

@@ -27,6 +27,8 @@ from lightning_dp.accounting.steps import (
     EventPlan,
     Steps,
     check_plan,
+    first_events,
+    has_pairs,
     merge_arrays,
     pairs_of,
 )
@@ -95,12 +97,14 @@ def calibrate_steps(
     relation: Relation = "add_remove",
     accountant: AbstractAccountant | None = None,
     spent: History = (),
+    events: Callable[[float], History] | None = None,
 ) -> float:
     """Return the scale of steps that were merged; otherwise as :func:`calibrate`.
 
     Args:
         shapes: the steps at scale 1; :func:`alike` makes those of one kind, however many.
         epsilon, delta, relation, accountant, spent: as there.
+        events: from the scale to the events, where the steps are only like them: to begin with.
     """
     epsilon, delta = _check_budget(epsilon, delta, relation)
     _check_that_delta_is_small(delta, shapes)
@@ -108,6 +112,8 @@ def calibrate_steps(
     before = _checked(spent, judge, epsilon, delta, relation)
 
     def cost(scale: float) -> float:
+        if events is not None:
+            return judge.epsilon([*spent, *events(scale)], delta, relation)
         return judge.epsilon(before.followed_by(shapes.scaled(scale)), delta, relation)
 
     start, slope = _normal_scale(shapes, epsilon, delta, relation)
@@ -252,8 +258,8 @@ def affordable_steps(
 
     def cost(n: int) -> float:
         nonlocal known
-        if isinstance(plan, AbstractEvent):
-            return judge.epsilon([*spent, (plan, n)], delta, relation)
+        if isinstance(plan, AbstractEvent) or not has_pairs(plan, [n]):
+            return judge.epsilon([*spent, *first_events(plan, n)], delta, relation)
         if n > known.shape[1]:
             more = np.stack(pairs_of(plan, known.shape[1], n))
             known = np.append(known, more, axis=1)

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Literal, TypeAlias, get_args
 
+from scipy.special import bdtrc
+
 from lightning_dp._refusals import Refusal, RefusedSetting
 from lightning_dp._validate import (
     between,
@@ -35,6 +37,7 @@ _RATE = explained(
 )
 _RELATION = one_of(get_args(Relation))
 _LONGEST = 300  # letters of the user's words
+_LITTLE_NOISE = 0.05  # a multiplier; below, no secret of who takes part protects
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,8 @@ class AbstractEvent(ABC):
     Every event whose ``is_gaussian`` is true is, for accounting, one Gaussian release on one Poisson
     sample: each record takes part independently with probability ``sample_rate``, the sum over the
     participating records has sensitivity ``C`` to adding or removing one record, and noise
-    ``N(0, (noise_multiplier * C)^2 I)`` is added to it. How a sequence of events is
-    analysed is the business of an accountant.
+    ``N(0, (noise_multiplier * C)^2 I)`` is added to it. It costs no more than that, and less where
+    ``is_pair`` is false. How a sequence of events is analysed is the business of an accountant.
     """
 
     @property
@@ -62,6 +65,11 @@ class AbstractEvent(ABC):
         return True
 
     @property
+    def is_pair(self) -> bool:
+        """True if :attr:`pair` is all that it costs; where there is one, else, it is a bound."""
+        return self.is_gaussian
+
+    @property
     def is_step(self) -> bool:
         """True for a noised step of this package; False for other releases."""
         return self.withdrawn is None
@@ -71,10 +79,9 @@ class AbstractEvent(ABC):
         """Noised steps that this one charge covers."""
         return int(self.is_step)
 
-    @property
-    def needs_places(self) -> bool:
-        """True if it says nothing about a record more or less, which would move the others."""
-        return False
+    def unbounded(self, relation: Relation) -> str | None:
+        """Return why there is no bound under a relation; None where there is one."""
+        return None
 
     @property
     def withdrawn(self) -> str | None:
@@ -309,10 +316,153 @@ class FixedOrderPass(AbstractEvent):
         """``steps``."""
         return self.steps
 
+    def unbounded(self, relation: Relation) -> str | None:
+        """Return why "add_remove" has no bound."""
+        if relation != "add_remove":
+            return None
+        return (
+            f"{self} is about records in a fixed order, where one record more or less moves others to "
+            "other steps: relation='add_remove' has no bound there. Ask for relation='zero_out' (one "
+            "record has no effect, and keeps its place; same ε as add_remove has elsewhere), or "
+            "'replace_one'."
+        )
+
+
+@dataclass(frozen=True)
+class TruncatedGaussian(AbstractEvent):
+    """Gaussian noise on a sum over one Poisson sample, of which at most ``limit`` records are used.
+
+    Where the sample has more, that many of it are chosen uniformly. One record x more or less (n others
+    at most, S the sample of them, so independent of whether x is drawn):
+
+    - ``|S| < limit``: all are used with and without x, which is one Gaussian release on a Poisson
+      sample, of noise z and rate q;
+    - ``|S| = m >= limit``: with x drawn, it is used with the chance ``limit / (m + 1)``, and then in the
+      place of one uniformly chosen. So all is as without x, but with a chance of at most q, in which the
+      sum moves by 2 C at most: that is a Gaussian release of noise z/2 and rate q.
+
+    The latter has the chance ``tau = P(Binomial(n, q) >= limit)`` in both data sets. So, as divergences
+    are jointly convex, a step is at most a choice, known to everybody, between the two, with weights
+    ``1 - tau`` and ``tau``. With another record in the place of x it is the same: z/2 has room for two
+    that differ by 2 C from the record that is pushed out. The mixture is of the kind that Chua et al.
+    (2024, arXiv:2411.04205) bound by a δ.
+
+    Args:
+        noise_multiplier: ``z >= 0``.
+        sample_rate: ``q`` in (0, 1], of the sample before the limit.
+        limit: records of a sample that are used at most.
+        num_records: n, from which it is drawn: those of one process, the largest.
+
+    Raises:
+        ValueError: if an argument is out of range or NaN.
+
+    Example:
+        >>> event = TruncatedGaussian(1.0, sample_rate=0.01, limit=150, num_records=10_000)
+        >>> f"{event.chance_of_limit:.1e}"
+        '1.7e-06'
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    limit: int
+    num_records: int
+
+    def __post_init__(self) -> None:
+        normalise(self, _NOISE, "noise_multiplier")
+        normalise(self, _RATE, "sample_rate")
+        normalise(self, whole, "limit", "num_records")
+
     @property
-    def needs_places(self) -> bool:
-        """True."""
-        return True
+    def chance_of_limit(self) -> float:
+        """``P(Binomial(n, q) >= limit)``, rounded up."""
+        if self.limit > self.num_records:
+            return 0.0
+        return min(
+            1.0, float(bdtrc(self.limit - 1, self.num_records, self.sample_rate)) * (1 + 1e-6)
+        )
+
+    @property
+    def pair(self) -> tuple[float, float]:
+        """``(noise_multiplier / 2, sample_rate)``, as if the limit were always reached."""
+        return self.noise_multiplier / 2, self.sample_rate
+
+    @property
+    def is_pair(self) -> bool:
+        """False, but where noise is too small to matter."""
+        return self.noise_multiplier < _LITTLE_NOISE
+
+    def unbounded(self, relation: Relation) -> str | None:
+        """Return why "zero_out" has no bound."""
+        if relation != "zero_out":
+            return None
+        return (
+            f"{self}: a record without effect still takes the place of another where the limit is "
+            "reached, for which relation='zero_out' has no bound. Ask for 'add_remove' or 'replace_one'."
+        )
+
+
+@dataclass(frozen=True)
+class RandomAllocationEpoch(AbstractEvent):
+    """An epoch of t steps, each record in one of them, drawn uniformly by itself, and in secret.
+
+    With z C of noise on each step's sum, what the epoch tells of a record is at most the pair
+    ``P = (1/t) sum_i N(e_i, z^2 I)``, ``Q = N(0, z^2 I)`` in t dimensions, also if later steps depend on
+    the sums of earlier ones: of coordinate i, each step is a post-processing (Feldman and Shenfeld 2024,
+    arXiv:2412.16802). It is charged whole before its first record, and a stop inside is
+    paid in full. How its loss is computed, as an upper bound: ``AllocationNode`` of
+    :mod:`lightning_dp.accounting._sampled`.
+
+    Under "add_remove" and "zero_out", in which a record has no effect at its step: the same pair.
+    :attr:`pair` is that of a full batch, as if it were told which step uses whom; Rényi accounting
+    takes it.
+
+    Args:
+        noise_multiplier: ``z >= 0`` of each step.
+        batches: t, the steps of the epoch.
+        steps: that the charge covers, at most t.
+
+    Raises:
+        ValueError: if an argument is out of range or NaN.
+
+    Example:
+        >>> from lightning_dp.accounting import PoissonGaussian, epsilon
+        >>> epochs = [(RandomAllocationEpoch(1.0, batches=100, steps=100), 10)]
+        >>> steps = [(PoissonGaussian(1.0, 0.01), 1000)]
+        >>> round(epsilon(epochs, 1e-5), 2), round(epsilon(steps, 1e-5), 2)
+        (1.7, 1.83)
+    """
+
+    noise_multiplier: float
+    batches: int
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        normalise(self, _NOISE, "noise_multiplier")
+        normalise(self, whole, "batches", "steps")
+
+    @property
+    def pair(self) -> tuple[float, float]:
+        """``(noise_multiplier, 1.0)``."""
+        return self.noise_multiplier, 1.0
+
+    @property
+    def is_pair(self) -> bool:
+        """False, but where noise is too small to matter."""
+        return self.noise_multiplier < _LITTLE_NOISE
+
+    @property
+    def num_steps(self) -> int:
+        """``steps``."""
+        return self.steps
+
+    def unbounded(self, relation: Relation) -> str | None:
+        """Return why "replace_one" has no bound."""
+        if relation != "replace_one":
+            return None
+        return (
+            f"{self}: of two records that take each other's place in an allocated epoch no bound is "
+            "known here that uses the secret. Ask for relation='add_remove' or 'zero_out'."
+        )
 
 
 def sampled_gaussian(noise_multiplier: float, sample_rate: float) -> Gaussian | PoissonGaussian:
@@ -564,6 +714,7 @@ _KNOWN: dict[str, type[AbstractEvent]] = {
     kind.__name__: kind
     for kind in (
         *(Gaussian, PoissonGaussian, PoissonRound, CyclicRound, FixedOrderPass),
+        *(TruncatedGaussian, RandomAllocationEpoch),
         *(ApproximateDP, ZCDP, Voided),
     )
 }

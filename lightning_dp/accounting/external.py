@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from scipy.special import expit
 
 from lightning_dp.accounting._pmf import LossPmf, Node
-from lightning_dp.accounting.events import AbstractExternal, Relation
+from lightning_dp.accounting._sampled import SampledNode, node_of
+from lightning_dp.accounting.events import AbstractEvent, AbstractExternal, Relation
 from lightning_dp.accounting.steps import FloatArray
 
 _UNIT = 2.0**-52
@@ -34,6 +35,7 @@ class Declared:
         pure: ε of each distinct question, and how often it is asked.
         log_intact: ``sum_i log(1 - δ_i)``.
         rho: of all zCDP releases.
+        sampled: releases that are no pair, and their counts.
 
     Example:
         >>> from lightning_dp.accounting import ApproximateDP
@@ -45,23 +47,31 @@ class Declared:
     pure: tuple[tuple[float, int], ...] = ()
     log_intact: float = 0.0
     rho: float = 0.0
+    sampled: tuple[tuple[SampledNode, int], ...] = ()
 
     @classmethod
-    def of(cls, history: Iterable[tuple[AbstractExternal, int]], relation: Relation) -> Declared:
+    def of(cls, history: Iterable[tuple[AbstractEvent, int]], relation: Relation) -> Declared:
         """Add up guarantees.
 
         Raises:
             ValueError: if one of them says nothing about the relation.
         """
         pure: dict[float, int] = {}
+        sampled: dict[SampledNode, int] = {}
         logs, rhos = [], []
         for event, count in history:
+            if not isinstance(event, AbstractExternal):
+                node = node_of(event, relation)
+                sampled[node] = sampled.get(node, 0) + count
+                continue
             epsilon, delta, rho = event.costs(relation)
             if epsilon > 0:
                 pure[epsilon] = pure.get(epsilon, 0) + count
             logs.append(count * math.log1p(-delta) if delta < 1 else -math.inf)
             rhos.append(count * rho)
-        return cls(tuple(sorted(pure.items())), math.fsum(logs), math.fsum(rhos))
+        return cls(
+            tuple(sorted(pure.items())), math.fsum(logs), math.fsum(rhos), tuple(sampled.items())
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -80,8 +90,10 @@ class Declared:
 
     @property
     def simple_epsilon(self) -> float:
-        """ε at δ = ``lost``, the sum of all ε; infinite if anything is zCDP."""
-        return math.fsum(n * epsilon for epsilon, n in self.pure) if self.rho == 0 else math.inf
+        """ε at δ = ``lost``, the sum of all ε; infinite if anything else is not pure."""
+        if self.rho > 0 or self.sampled:
+            return math.inf
+        return math.fsum(n * epsilon for epsilon, n in self.pure)
 
     def left_of(self, delta: float) -> float:
         """Return δ for all that is pure, so that the whole has ``delta``; not above 0 if none is left."""
@@ -100,13 +112,16 @@ class Declared:
 
     @property
     def nodes(self) -> tuple[tuple[Node, int], ...]:
-        """The pure and zCDP ones, as pairs of distributions with their counts."""
+        """The pure, zCDP and sampled ones, as pairs of distributions with their counts."""
         questions: list[tuple[Node, int]] = [(Question(e), count) for e, count in self.pure]
-        return (*questions, *([(Concentrated(self.rho), 1)] if self.rho > 0 else []))
+        concentrated = [(Concentrated(self.rho), 1)] if self.rho > 0 else []
+        return (*questions, *concentrated, *self.sampled)
 
     def divergence(self, orders: FloatArray) -> FloatArray:
-        """Return the Rényi divergence of all that is pure or zCDP, at each order above 1."""
+        """Return the Rényi divergence of all but what is lost, at each order above 1."""
         total = self.rho * orders
+        for node, count in self.sampled:
+            total = total + count * node.divergence(orders)
         for epsilon, count in self.pure:
             total = total + count * _of_a_question(epsilon, orders)
         return np.asarray(total)

@@ -12,7 +12,8 @@ from lightning_dp.accounting.base import Relation, check_relation
 from lightning_dp.accounting.events import AbstractEvent, History
 from lightning_dp.accounting.external import Declared
 from lightning_dp.accounting.gdp import gdp_epsilon, mu_of_budget
-from lightning_dp.accounting.rdp import RenyiCurve, penalty, renyi_divergence
+from lightning_dp.accounting.rdp import RenyiCurve, penalty
+from lightning_dp.accounting.renyi import renyi_divergence
 from lightning_dp.accounting.steps import NO_NOISE, CheckedHistory, Steps, joined, merge
 
 
@@ -182,12 +183,12 @@ class RDPGuard(AbstractGuard):
         self.order = RenyiCurve(expected, relation, declared).best(delta)[1]
         self.description = f"rdp: noise chosen at run time, Rényi order {self.order:g} fixed before"
         self._budget = epsilon - self._penalty(delta)
-        steps = [(event, count) for event, count in spent if event.is_gaussian]
+        steps = [(event, count) for event, count in spent if event.is_pair]
         self._spent = math.fsum(self._rho(event) * count for event, count in steps)
         self._spent += float(declared.divergence(np.array([self.order]))[0])
 
     def _rho(self, event: AbstractEvent) -> float:
-        noise_multiplier, sample_rate = event.pair
+        noise_multiplier, sample_rate = event.pair  # or a bound
         if noise_multiplier < NO_NOISE:
             return math.inf
         return renyi_divergence(noise_multiplier, sample_rate, self.order, self._relation)

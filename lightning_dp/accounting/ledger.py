@@ -631,6 +631,9 @@ def _costliest(
     within = [event for first, event in bounds["events"] if latest is None or first < latest]
     event = event_from_dict(within[-1])
     # It also covers steps like those already made, of other plans.
-    pairs = [event.pair, *(each.pair for each, _ in known if each.is_gaussian)]
+    others = [each for each, _ in known if each.is_gaussian]
+    pairs = [event.pair, *(each.pair for each in others)]
     noise, rate = min(z for z, _ in pairs), max(q for _, q in pairs)
-    return event if event.pair == (noise, rate) else sampled_gaussian(noise, rate)
+    # One that costs less than its pair bounds no other with the same pair.
+    is_worst = event.is_pair or all(each == event for each in others)
+    return event if is_worst and event.pair == (noise, rate) else sampled_gaussian(noise, rate)

@@ -27,6 +27,7 @@ from lightning_dp.accounting.steps import (
     FloatArray,
     Steps,
     check_plan,
+    has_pairs,
 )
 
 # The numerical parts are loaded by the first ε that needs them: a callback is made, and a model is
@@ -152,8 +153,10 @@ class PLDAccountant(AbstractAccountant):
     ) -> FloatArray:
         from lightning_dp.accounting._grid import CurveSearch, Run, Target
 
+        if not has_pairs(plan, lengths):
+            return super().curve(plan, lengths, delta, relation, spent)
         declared = Declared.of(CheckedHistory.of(spent).external(relation), relation)
-        run = Run.of(plan, lengths, [each for each in spent if each[0].is_gaussian])
+        run = Run.of(plan, lengths, [each for each in spent if each[0].is_pair])
         left, steps = declared.left_of(delta), run.steps()
         is_little = mu_of(steps, relation) < _NEXT_TO_NOTHING
         if is_little or not left > 0 or self._needs_no_grid(steps, declared, delta, relation):

@@ -6,7 +6,7 @@ import math
 import reprlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from lightning_dp._refusals import RefusedSetting
 from lightning_dp.accounting.events import (
     AbstractEvent,
-    AbstractExternal,
     History,
     Relation,
     check_entry,
@@ -107,13 +106,13 @@ class CheckedHistory(Sequence[tuple[AbstractEvent, int]]):
     Args:
         events: what was given.
         steps: all Gaussian steps, merged.
-        others: what is no Gaussian that could be merged, with counts above 0.
+        others: what is no pair that could be merged, with counts above 0.
         later: those of the steps that follow the events.
     """
 
     events: History
     steps: Steps
-    others: tuple[tuple[AbstractExternal, int], ...] = ()
+    others: History = ()
     later: Steps | None = None
 
     @classmethod
@@ -122,13 +121,12 @@ class CheckedHistory(Sequence[tuple[AbstractEvent, int]]):
         if isinstance(history, cls):
             return history
         entries = check_history(history, name)
-        steps = merge([entry for entry in entries if not isinstance(entry[0], AbstractExternal)])
-        external = [(e, n) for e, n in entries if isinstance(e, AbstractExternal) and n]
-        return cls(entries, steps, tuple(external))
+        steps = merge([entry for entry in entries if entry[0].is_pair])
+        return cls(entries, steps, tuple((e, n) for e, n in entries if n and not e.is_pair))
 
-    def external(self, relation: Relation) -> tuple[tuple[AbstractExternal, int], ...]:
-        """Return other releases; raise ValueError for one without a guarantee under the relation."""
-        check_places(self.events, relation)
+    def external(self, relation: Relation) -> History:
+        """Return releases that are no pair; raise ValueError for one the relation does not bound."""
+        check_bounded(self.events, relation)
         return self.others
 
     def followed_by(self, steps: Steps) -> CheckedHistory:
@@ -146,25 +144,25 @@ class CheckedHistory(Sequence[tuple[AbstractEvent, int]]):
         return self._entries[index]
 
 
-def check_places(history: History, relation: Relation) -> None:
-    """Refuse "add_remove" for records in a fixed order, which one record more would move.
+def check_bounded(history: History, relation: Relation) -> None:
+    """Refuse a relation under which an event has no bound.
 
     Raises:
         ValueError: naming the relations that can be asked for.
     """
-    fixed = relation == "add_remove" and next((e for e, n in history if n and e.needs_places), None)
-    if fixed:
-        raise RefusedSetting(
-            f"{fixed} is about records in a fixed order, where one record more or less moves others to "
-            "other steps: relation='add_remove' has no bound there. Ask for relation='zero_out' (one "
-            "record has no effect, and keeps its place; same ε as add_remove has elsewhere), or "
-            "'replace_one'.",
-            topic="fixed-order",
-        )
+    for event, count in history:
+        reason = event.unbounded(relation) if count else None
+        if reason is not None:
+            raise RefusedSetting(reason, topic="fixed-order")
 
 
 class AbstractPairPlan(ABC):
     """A function from the step 0, 1, ... to its event that also gives many steps at once."""
+
+    @property
+    def is_exact(self) -> bool:
+        """False if pairs are bounds, and events cost less."""
+        return True
 
     @abstractmethod
     def __call__(self, step: int) -> AbstractEvent:
@@ -194,6 +192,15 @@ def pairs_of(
         return plan.pairs(first, last)
     pairs = np.array([plan(step).pair for step in range(first, last)], dtype=float).reshape(-1, 2)
     return pairs[:, 0], pairs[:, 1]
+
+
+def has_pairs(plan: EventPlan, lengths: Iterable[int]) -> bool:
+    """Return whether pairs are all that the first steps of a plan cost, for each length."""
+    if isinstance(plan, AbstractEvent):
+        return plan.is_pair
+    if isinstance(plan, AbstractPairPlan):
+        return plan.is_exact
+    return all(plan(step).is_pair for step in range(max(lengths, default=0)))
 
 
 def first_events(plan: EventPlan, n: int) -> list[tuple[AbstractEvent, int]]:

@@ -152,10 +152,12 @@ def _check(privacy: PrivacyConfig, num_canaries: int, confidence: float) -> None
         raise ValueError(
             "noise_multiplier=0: without noise there is no ε to audit. Give a positive one."
         )
-    if privacy.noise.bands > 1 or isinstance(privacy.sampling, AbstractBlockSampling):
+    is_block = isinstance(privacy.sampling, AbstractBlockSampling)
+    if privacy.noise.bands > 1 or is_block or not privacy.sampling.has_pairs:
         raise RefusedSetting(
             f"noise={privacy.noise} with sampling={privacy.sampling}: the audit takes the steps of a run "
-            "for independent. Audit with Poisson() and IndependentNoise(), which test the same clipping.",
+            "for independent, on Poisson batches. Audit with Poisson() and IndependentNoise(), which "
+            "test the same clipping.",
             topic="correlated-noise",
         )
     if privacy.runs_each_record_alone:

@@ -1,14 +1,15 @@
 """Estimators ask the data a question, and turn the noised answer into a gradient estimate.
 
-The base of all, DP-SGD's own, and what several of them share.
+The base of all, DP-SGD's own, what several of them share, and the only caller of their ask and tell.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,6 +22,7 @@ from lightning_dp.functional import flatten, length, number_of_entries
 
 __all__ = [
     "AbstractEstimator",
+    "Driver",
     "MeanGradient",
     "Traits",
     "distance",
@@ -199,7 +201,7 @@ class MeanGradient(AbstractEstimator):
     def ask(
         self, state: State, params: Sequence[Tensor], step: int, noise_multiplier: float
     ) -> Query:
-        return Query((Term(),), self.max_grad_norm, noise_multiplier)
+        return _gradient(self.max_grad_norm, noise_multiplier)
 
     def recall(self, query: Query, step: int, part: int) -> State:
         return {}
@@ -208,6 +210,88 @@ class MeanGradient(AbstractEstimator):
         self, state: State, params: Sequence[Tensor], step: int, released: Release
     ) -> tuple[Tensor, State]:
         return released.value, state
+
+
+@functools.lru_cache(maxsize=16)
+def _gradient(clip_norm: float, noise_multiplier: float) -> Query:
+    return Query((Term(),), clip_norm, noise_multiplier)
+
+
+@dataclass(frozen=True)
+class Driver:
+    """An estimator, its state, and how far it is.
+
+    It sees queries and releases only, and never changes: :meth:`tell` returns the driver to go on
+    with. A step that breaks off is begun again from the driver that it began with.
+
+    Args:
+        estimator: asks, and is told.
+        state: the estimator's.
+        step: t of the step that is next, or that was begun.
+        part: queries of this step that were answered.
+
+    Example:
+        >>> import torch
+        >>> from lightning_dp.estimators import MeanGradient
+        >>> params = [torch.zeros(2)]
+        >>> driver = Driver.begin(MeanGradient(), params)
+        >>> driver.ask(params, noise_multiplier=1.0).clip_norm
+        1.0
+        >>> estimate, driver = driver.tell(params, Release(torch.tensor([1.0, 2.0]), 1.0))
+        >>> estimate.tolist(), driver.step
+        ([1.0, 2.0], 1)
+    """
+
+    estimator: AbstractEstimator
+    state: State = field(repr=False)
+    step: int = 0
+    part: int = 0
+
+    @classmethod
+    def begin(cls, estimator: AbstractEstimator, params: Sequence[Tensor]) -> Driver:
+        """Return the driver before the first step."""
+        return cls(estimator, estimator.init(params))
+
+    def ask(
+        self,
+        params: Sequence[Tensor],
+        noise_multiplier: float,
+        agree: Callable[[Query | None], Query | None] = lambda query: query,
+    ) -> Query | None:
+        """Return the next query; None, at the first part of a step only, if nothing is asked.
+
+        Args:
+            params: the trainable parameters.
+            noise_multiplier: z that the step was planned with, or charged with.
+            agree: makes the query the same on all processes of a job.
+
+        Raises:
+            RuntimeError: if a step that has begun has neither a further query nor an estimate.
+        """
+        if self.part and not self.part < (queries := self.estimator.traits.queries_per_step):
+            raise RefusedRun(
+                f"{self.estimator} made no estimate after {self.part} queries at step {self.step}, but "
+                f"declares queries_per_step={queries}.",
+                topic="out-of-order",
+            )
+        query = agree(self.estimator.ask(self.state, params, self.step, noise_multiplier))
+        if query is None and self.part:
+            raise RefusedRun(
+                f"{self.estimator} asks nothing at step {self.step}, and has no estimate.",
+                topic="out-of-order",
+            )
+        return query
+
+    def tell(self, params: Sequence[Tensor], released: Release) -> tuple[Tensor | None, Driver]:
+        """Hand over the noised mean.
+
+        Returns:
+            the gradient estimate, or None if a further query is to be asked on the same batch; and
+            the driver to go on with.
+        """
+        estimate, state = self.estimator.tell(self.state, params, self.step, released)
+        step, part = (self.step, self.part + 1) if estimate is None else (self.step + 1, 0)
+        return estimate, Driver(self.estimator, state, step, part)
 
 
 def share_of_noise(noise_multiplier: float, queries: int) -> float:

@@ -30,8 +30,7 @@ from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.events import AbstractEvent, counted
 from lightning_dp.boundary import BoundedSum, Query, Release, State, Term, add_noise
-from lightning_dp.estimators.base import distance
-from lightning_dp.estimators.driver import Driver
+from lightning_dp.estimators.base import Driver, distance
 from lightning_dp.federated.client import (
     Client,
     PlannedRelease,

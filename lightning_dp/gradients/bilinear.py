@@ -95,6 +95,10 @@ class AbstractForm(ABC):
         """True if making the rows, which make norms and sum quick, saves time; by shapes alone."""
         return False
 
+    def factors(self, v: Tensor, u: Tensor) -> tuple[Tensor, ...] | None:
+        """Return tensors whose norms multiply to that of f(v_i, u_i); None if there are none."""
+        return None
+
     @abstractmethod
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
         """Return Σ_i weights_i f(v_i, u_i), of the parameter's shape or flat, without making the rows."""
@@ -236,6 +240,9 @@ class Rows(AbstractForm):
 
     def rows(self, v: Tensor, u: Tensor) -> Tensor:
         return u
+
+    def factors(self, v: Tensor, u: Tensor) -> tuple[Tensor, ...] | None:
+        return (u,)
 
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
         return weights @ as_rows(u)
@@ -398,6 +405,9 @@ class OuterProduct(_OfPositions):
 
     def rows(self, v: Tensor, u: Tensor) -> Tensor:
         return torch.bmm(u.transpose(1, 2), v)
+
+    def factors(self, v: Tensor, u: Tensor) -> tuple[Tensor, ...] | None:
+        return (u, v) if u.shape[1] == 1 else None
 
     def rows_in(
         self, v: Tensor, u: Tensor, memory: Callable[[], Tensor]

@@ -193,10 +193,7 @@ class Recorder:
 
     def _refuse_uncovered(self, calls: Sequence[Call], graph: Survey) -> None:
         """Refuse trained parameters that have more or fewer uses in a graph than recorded calls."""
-        recorded = Counter[int]()
-        for layer, times in Counter(call.layer for call in calls).items():
-            for key in self._used[layer]:
-                recorded[key] += times
+        recorded = Counter([key for call in calls for key in self._used[call.layer]])
         # Fewer uses than calls: a call used another tensor in the parameter's place.
         uses = self.whole.translated(graph.uses)
         missing = [id(param) for param in self._params if uses[id(param)] != recorded[id(param)]]

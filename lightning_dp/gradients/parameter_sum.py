@@ -16,6 +16,7 @@ from lightning_dp.functional import (
     full_precision,
     parts_of,
     squared_row_norms,
+    squares_of_products,
     where_used,
 )
 from lightning_dp.gradients.base import (
@@ -138,6 +139,17 @@ class ParameterGradients:
         """Return the bytes of the gradients of all records."""
         return use.u.shape[0] * self._numel * use.u.element_size()
 
+    def factors(self) -> tuple[Tensor, ...] | None:
+        """Return tensors whose norms multiply to those of the gradients; None if something is known.
+
+        As :func:`~lightning_dp.functional.squares_of_products` takes them: of float32, on the CPU.
+        """
+        self.uses = _joined(self.uses)
+        use = self.uses[0]
+        if len(self.uses) > 1 or self._squares is not None or not _is_plain(use.u):
+            return None
+        return use.form.factors(use.v, use.u) if _is_plain(use.v) else None
+
     def squared_norms(self) -> Tensor:
         """Return the squared L2 norm of each record's gradient, shape (n,), float64."""
         self.uses = _joined(self.uses)
@@ -207,7 +219,9 @@ class ParameterGradients:
             left_out: true for those that are left out, where they are not to be counted.
             is_new: nothing was written into the vector, whose entries count for nothing.
         """
-        uses = _joined(self._quickest)
+        uses = self.uses if self._kept is None else [self._kept]
+        if len(uses) > 1:
+            uses = _joined(uses)
         if not uses:
             raise RefusedRun(
                 "weighted_sum() may be called once; its buffers are reused.",
@@ -264,6 +278,10 @@ class ParameterGradients:
         return ParameterGradients(uses, self._shape, self._memory, allowance)
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tensor.is_cpu
+
+
 def _tensors(uses: Sequence[Use]) -> list[Tensor]:
     return [each for use in uses for each in (use.v, use.u)]
 
@@ -318,8 +336,15 @@ class BookkeptGradients(AbstractPerSampleGradients):
         if not self._used:
             return torch.zeros(0, dtype=torch.float64)
         with full_precision(self._params[0].device):
-            squares = reduce(torch.add, (each.squared_norms() for each in self._used))
-            norms = squares.sqrt() * abs(self._factor)
+            factors, others = [], []
+            for each in self._used:
+                if (product := each.factors()) is None:
+                    others.append(each.squared_norms())
+                else:
+                    factors.append(product)
+            if factors:
+                others.append(squares_of_products(factors))
+            norms = reduce(torch.add, others).sqrt_().mul_(abs(self._factor))
         return where_used(norms, self._params[0].device)
 
     def norms_by_parameter(self) -> Tensor:
@@ -343,8 +368,7 @@ class BookkeptGradients(AbstractPerSampleGradients):
 
     def _sum_up(self, weights: Tensor, onto: Tensor, *, is_new: bool) -> None:
         """Add the sum to a vector; to nothing, if nobody has written into it."""
-        weights = weights * self._factor
-        dtype = torch.promote_types(self._dtype, torch.float32)
+        weights = (weights * self._factor).to(torch.promote_types(self._dtype, torch.float32))
         of_all = without_zeros(weights) if weights.dim() == 1 else None
         here = held_here(self._params)
         parts = zip(self._params, here, parts_of(onto, here), self._gradients, strict=True)
@@ -357,9 +381,7 @@ class BookkeptGradients(AbstractPerSampleGradients):
                 if gradient is not None:
                     is_first = is_new and whole is part
                     own, records, left_out = of_all or without_zeros(weights[:, place])
-                    gradient.add_weighted_sum(
-                        own.to(dtype), whole, records, left_out, is_new=is_first
-                    )
+                    gradient.add_weighted_sum(own, whole, records, left_out, is_new=is_first)
                 if whole is not part:
                     sum_into_shard(whole.view(param.shape), part, param)
 

@@ -233,6 +233,9 @@ class RecordPasses:
         again: is entered around what runs once more since another engine takes over.
         wrap: puts something between the engine and the clipping.
         loss_graph_check: :meth:`check_loss` refuses losses that mix records, by their graph.
+        loss_scale: multiplies each record's loss during its backward pass, and is divided out after
+            it: of the record itself, so neither how many others there are nor how the loss was
+            divided decides what becomes too large or too small for a type of 16 bits.
 
     Raises:
         UnsupportedModelError: if no engine can handle the model.
@@ -251,12 +254,14 @@ class RecordPasses:
         again: Callable[[], AbstractContextManager[None]] = nullcontext,
         wrap: WrapEngine = lambda engine: engine,
         loss_graph_check: bool = True,
+        loss_scale: float = 1.0,
     ) -> None:
         self._module, self._params, self.clipping = module, params, clipping
         self._choice = EngineChoice(engine) if isinstance(engine, str) else engine
         self._is_sharded = any(map(is_sharded, params))
         self._quietly, self._again, self._wrap = quietly, again, wrap
-        self._checks_graph = loss_graph_check
+        self._checks_graph, self._loss_scale = loss_graph_check, loss_scale
+        self._rows, self._factor = 1, 1.0  # of the latest pass
         self.engine = self._attached()
         """The engine in use, whose hooks are on the model while it runs forward, and not else."""
         others = {id(param) for param in public}
@@ -336,6 +341,7 @@ class RecordPasses:
         return output
 
     def _batch(self, batch: Any, size: int, owners: RowOwners | None) -> SampleBatch:
+        self._rows = max(1, size)
         return SampleBatch(batch, size, self._choice.layout or DEFAULT_LAYOUT, owners)
 
     @contextmanager
@@ -360,11 +366,30 @@ class RecordPasses:
         if self._checks_graph and not self.engine.isolates:
             check_loss_graph(loss, size, self.engine.outputs_of_layers())
 
-    def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
-        """Run the backward pass of a loss, as :meth:`AbstractGradientEngine.backward`."""
+    def _scaled(self, loss: Tensor, divisor: float = 1.0) -> Tensor:
+        """Return the loss, a mean over rows, with the loss of each row times the scale."""
+        if self._loss_scale == 1:
+            return loss
+        self._factor = self._loss_scale * self._rows * divisor
+        return loss.float() * self._factor
+
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        keep_graph: bool = False,
+        combined: bool = False,
+        divisor: float = 1.0,
+    ) -> None:
+        """Run the backward pass of a loss, as :meth:`AbstractGradientEngine.backward`.
+
+        Args:
+            divisor: the loss was divided by it.
+        """
         with self.as_written():
             self._raw.touched()
-            self.engine.backward(loss, keep_graph=keep_graph, combined=combined)
+            scaled = self._scaled(loss, divisor)
+            self.engine.backward(scaled, keep_graph=keep_graph, combined=combined)
         self._refuse_inside()
 
     def _refuse_inside(self) -> None:
@@ -374,7 +399,7 @@ class RecordPasses:
     def take(self, scale: float = 1.0) -> AbstractPerSampleGradients:
         """Take what the last backward pass left; ``scale`` undoes a division of the loss."""
         self._raw.touched()
-        return self.engine.take(scale)
+        return self.engine.take(scale / self._factor)
 
     def drop(self) -> None:
         """Forget what passes left."""
@@ -538,10 +563,12 @@ class RecordPasses:
             if not is_differentiable(loss):
                 raise _NoLoss
             self.check_loss(loss, chunk.rows)
-            return loss
+            return self._scaled(loss)
 
+        unit = 1.0 if self._loss_scale == 1 else self._loss_scale * self._rows
+        weights = each.gradient / unit, each.product / unit
         with as_written(), self._watching():
-            return self.engine.along(run_again, direction, (each.gradient, each.product))
+            return self.engine.along(run_again, direction, weights)
 
     def _at(self, point: Tensor | None) -> AbstractContextManager[None]:
         """Return a context in which the parameters are those of a point; as they are, if it is None."""

@@ -58,19 +58,22 @@ class FunctionLayer:
         vars(self).update(options)
 
 
+_OUTER_PRODUCT = OuterProduct()
+
+
 # -- rules ----------------------------------------------------------------------------------------
 
 
 def linear(layer: Any, inputs: Tensor, gradient: Tensor) -> Uses:
     """Return weight and bias with their uses in one call; middle dimensions are positions."""
-    v, u = _vectors(inputs), _vectors(gradient)
-    return [(layer.weight, Use(OuterProduct(), v, u)), *_of_bias(layer, u)]
+    use = Use(_OUTER_PRODUCT, _vectors(inputs), _vectors(gradient))
+    return [(layer.weight, use), *_of_bias(layer, gradient)]
 
 
 def _product(layer: Any, inputs: Tensor, gradient: Tensor) -> Uses:
     """Return the same for a weight of shape (in, out)."""
-    v, u = _vectors(inputs), _vectors(gradient)
-    return [(layer.weight, Use(OuterProduct(), u, v)), *_of_bias(layer, u)]
+    use = Use(_OUTER_PRODUCT, _vectors(gradient), _vectors(inputs))
+    return [(layer.weight, use), *_of_bias(layer, gradient)]
 
 
 def _vectors(tensor: Tensor) -> Tensor:
@@ -80,10 +83,11 @@ def _vectors(tensor: Tensor) -> Tensor:
     return tensor.reshape(len(tensor), -1, tensor.shape[-1])
 
 
-def _of_bias(layer: Any, u: Tensor) -> Uses:
+def _of_bias(layer: Any, gradient: Tensor) -> Uses:
     if layer.bias is None:
         return []
-    return [(layer.bias, Rows.use(u[:, 0] if u.shape[1] == 1 else u.sum(1)))]
+    rows = gradient if gradient.dim() == 2 else _vectors(gradient).sum(1)
+    return [(layer.bias, Rows.use(rows))]
 
 
 def _embedding(layer: Any, inputs: Tensor, gradient: Tensor) -> Uses:

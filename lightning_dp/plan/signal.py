@@ -39,8 +39,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -87,9 +88,9 @@ class Stretch:
 
     def plus(self, later: Stretch) -> Stretch:
         """Return the sums over both."""
-        (_, *sums), (_, *more) = astuple(self), astuple(later)
+        (_, *sums), (_, *more) = vars(self).values(), vars(later).values()
         last_step = max(self.last_step, later.last_step)
-        return Stretch(last_step, *(a + b for a, b in zip(sums, more, strict=True)))
+        return Stretch(last_step, *map(add, sums, more))
 
     @property
     def released_norm(self) -> float:

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from decimal import Decimal
 from functools import cache, cached_property, partial
 from pathlib import Path, PurePath
@@ -25,6 +25,8 @@ from lightning_dp.accounting.events import (
     AbstractEvent,
     AbstractExternal,
     History,
+    RandomAllocationEpoch,
+    TruncatedGaussian,
     sampled_gaussian,
 )
 from lightning_dp.accounting.journal import Charges
@@ -190,12 +192,7 @@ class PrivacyReport:
 
         Then it moves the sum by 1.05 C, on which noise z·C has the noise multiplier z / 1.05.
         """
-        history = [
-            (sampled_gaussian(event.pair[0] / (1 + _TOLERANCE), event.pair[1]), count)
-            if event.is_gaussian
-            else (event, count)
-            for event, count in self.history()
-        ]
+        history = [(_with_less_noise(event), count) for event, count in self.history()]
         accountant = self.known_accountant() or PLDAccountant()
         return accountant.epsilon(history, self.delta, self.relation)
 
@@ -566,6 +563,15 @@ def _escaped(text: str) -> str:
     """Return a text in which a user's words are neither HTML nor Markdown."""
     marked = re.sub(r"[\\`*\[]|__", lambda found: "".join(f"\\{each}" for each in found[0]), text)
     return marked.replace("&", "&amp;").replace("<", "&lt;")
+
+
+def _with_less_noise(event: AbstractEvent) -> AbstractEvent:
+    """Return an event whose sensitivity is more by the tolerance of comparisons."""
+    if isinstance(event, TruncatedGaussian | RandomAllocationEpoch):
+        return replace(event, noise_multiplier=event.noise_multiplier / (1 + _TOLERANCE))
+    if event.is_gaussian:
+        return sampled_gaussian(event.pair[0] / (1 + _TOLERANCE), event.pair[1])
+    return event
 
 
 def charged(history: History) -> list[str]:

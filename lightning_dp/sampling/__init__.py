@@ -1,7 +1,13 @@
 """Sampling schemes: who is in a batch, and which privacy event that is."""
 
-from lightning_dp.sampling.blocks import CyclicPoisson, FixedOrder
-from lightning_dp.sampling.schemes import AbstractSampling, BatchPlan, FullBatch, Poisson
+from lightning_dp.sampling.blocks import CyclicPoisson, FixedOrder, RandomAllocation
+from lightning_dp.sampling.schemes import (
+    AbstractSampling,
+    BatchPlan,
+    FullBatch,
+    Poisson,
+    TruncatedPoisson,
+)
 from lightning_dp.sampling.units import UserLevel
 
 __all__ = [
@@ -11,5 +17,7 @@ __all__ = [
     "FixedOrder",
     "FullBatch",
     "Poisson",
+    "RandomAllocation",
+    "TruncatedPoisson",
     "UserLevel",
 ]

@@ -1,23 +1,30 @@
-"""Sampling schemes whose batches depend on each other: parts that take turns, and a fixed order."""
+"""Sampling schemes whose batches depend on each other: in turns, by allocation, in a fixed order."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dp._refusals import RefusedSetting
+from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._validate import flag, normalise, whole
-from lightning_dp.accounting.events import AbstractEvent, CyclicRound, FixedOrderPass
+from lightning_dp.accounting.events import (
+    AbstractEvent,
+    CyclicRound,
+    FixedOrderPass,
+    RandomAllocationEpoch,
+)
 from lightning_dp.noise import AbstractNoise, IndependentNoise
 from lightning_dp.sampling.schemes import AbstractSampling, BatchPlan, Poisson
 
-__all__ = ["AbstractBlockSampling", "CyclicPoisson", "Draw", "FixedOrder"]
+__all__ = ["AbstractBlockSampling", "CyclicPoisson", "Draw", "FixedOrder", "RandomAllocation"]
+
+_EPOCHS = 4  # of which the allocation is there: loaders read ahead, and begin again
 
 Draw: TypeAlias = Callable[[int, float, np.random.Generator], NDArray[np.int64]]
 """Positions in a shard, from the step of the run, q, and fresh randomness."""
@@ -60,9 +67,20 @@ class AbstractBlockSampling(AbstractSampling):
 
     @abstractmethod
     def begin(
-        self, batches: BatchPlan, rank: int, world_size: int, rng: np.random.Generator
+        self,
+        batches: BatchPlan,
+        rank: int,
+        world_size: int,
+        rng: np.random.Generator,
+        start: int = 0,
     ) -> Draw:
-        """Return what draws the batches of a new block. It is secret, and is not saved."""
+        """Return what draws the batches of a new block. It is secret, and is not saved.
+
+        Args:
+            batches, rank, world_size: of the run.
+            rng: of the block.
+            start: the step of the run with which it begins.
+        """
 
     def event(self, noise_multiplier: float, sample_rate: float) -> AbstractEvent:
         """Return the event of a block of one step."""
@@ -160,7 +178,12 @@ class CyclicPoisson(AbstractBlockSampling):
         return CyclicRound(noise_multiplier, min(1.0, self.bands * sample_rate), steps)
 
     def begin(
-        self, batches: BatchPlan, rank: int, world_size: int, rng: np.random.Generator
+        self,
+        batches: BatchPlan,
+        rank: int,
+        world_size: int,
+        rng: np.random.Generator,
+        start: int = 0,
     ) -> Draw:
         shard_size = len(range(rank, batches.num_records, world_size))
         part_of = rng.integers(self.bands, size=shard_size)
@@ -169,6 +192,94 @@ class CyclicPoisson(AbstractBlockSampling):
         def draw(step: int, rate: float, rng: np.random.Generator) -> NDArray[np.int64]:
             part = parts[step % self.bands]
             return part[Poisson().draw(len(part), min(1.0, self.bands * rate), rng)]
+
+        return draw
+
+
+@dataclass(frozen=True)
+class RandomAllocation(AbstractBlockSampling):
+    """Each record is in exactly one batch of an epoch of t steps, drawn uniformly for each epoch.
+
+    So an epoch sees every record once, which Poisson batches do not, and ε is a little lower than theirs
+    (1 to 6 percent, most where noise is small). An epoch is charged before its first record, and a stop
+    inside is paid in full (:class:`~lightning_dp.accounting.events.RandomAllocationEpoch`).
+
+    - Each record draws its step by itself, so that one more or less leaves all others where they are.
+      Batches have N/t records on average, not exactly: equal ones, as shuffling makes, have no such ε.
+    - Who is in which step is secret, and never saved: a run that is resumed begins a new epoch.
+    - "add_remove" or "zero_out". Rényi accountants take an epoch for a full batch.
+
+    Example:
+        >>> RandomAllocation().plan(
+        ...     num_records=1000, batch_size=60, accumulate=1, world_size=1, loader_length=17
+        ... ).expected_batch_size
+        58.8235294117647
+    """
+
+    has_pairs: ClassVar[bool] = False
+
+    @property
+    def follows_loader(self) -> bool:
+        return True
+
+    def plan(
+        self,
+        *,
+        num_records: int,
+        batch_size: int,
+        accumulate: int,
+        world_size: int,
+        loader_length: int,
+    ) -> BatchPlan:
+        plan = super().plan(
+            num_records=num_records,
+            batch_size=batch_size,
+            accumulate=accumulate,
+            world_size=world_size,
+            loader_length=loader_length,
+        )
+        return replace(plan, sample_rate=1 / plan.steps_per_epoch)
+
+    def window(self, batches: BatchPlan) -> int:
+        return batches.steps_per_epoch
+
+    def charge(
+        self,
+        noise_multiplier: float,
+        sample_rate: float,
+        *,
+        noise: AbstractNoise,
+        number: int,
+        window: int,
+        steps: int,
+    ) -> AbstractEvent:
+        return RandomAllocationEpoch(noise_multiplier, window, steps)
+
+    def begin(
+        self,
+        batches: BatchPlan,
+        rank: int,
+        world_size: int,
+        rng: np.random.Generator,
+        start: int = 0,
+    ) -> Draw:
+        shard_size = len(range(rank, batches.num_records, world_size))
+        steps, latest = batches.steps_per_epoch, -1
+        places: dict[int, NDArray[np.int32]] = {}  # of the records in the latest epochs
+
+        def draw(step: int, rate: float, of_step: np.random.Generator) -> NDArray[np.int64]:
+            nonlocal latest
+            epoch, place = divmod(step - start, steps)
+            if epoch not in places:
+                if epoch < latest:  # another allocation of it was not charged
+                    raise RefusedRun(
+                        f"Step {step} was asked for long after its epoch. Call fit again instead.",
+                        topic="out-of-order",
+                    )
+                latest = epoch
+                places[epoch] = rng.integers(steps, size=shard_size, dtype=np.int32)
+                places.pop(epoch - _EPOCHS, None)
+            return np.flatnonzero(places[epoch] == place)
 
         return draw
 
@@ -247,7 +358,12 @@ class FixedOrder(AbstractBlockSampling):
         return FixedOrderPass(noise_multiplier / math.sqrt(noise.cost(number, window)), steps)
 
     def begin(
-        self, batches: BatchPlan, rank: int, world_size: int, rng: np.random.Generator
+        self,
+        batches: BatchPlan,
+        rank: int,
+        world_size: int,
+        rng: np.random.Generator,
+        start: int = 0,
     ) -> Draw:
         shard_size, passes = (
             len(range(rank, batches.num_records, world_size)),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +21,19 @@ from lightning_dp._validate import (
     whole,
     whole_from_0,
 )
-from lightning_dp.accounting.events import AbstractEvent, Gaussian, sampled_gaussian
+from lightning_dp.accounting.events import (
+    AbstractEvent,
+    Gaussian,
+    TruncatedGaussian,
+    sampled_gaussian,
+)
 
 __all__ = [
     "AbstractSampling",
     "BatchPlan",
     "FullBatch",
     "Poisson",
+    "TruncatedPoisson",
     "check_sizes",
     "factorisations",
     "largest_chunk",
@@ -72,6 +79,9 @@ class AbstractSampling(ABC):
     :meth:`event` is never more private than what :meth:`draw` does.
     """
 
+    has_pairs: ClassVar[bool] = True
+    """True if the pair of its event is all that it costs (:attr:`AbstractEvent.is_pair`)."""
+
     def plan(
         self,
         *,
@@ -98,6 +108,10 @@ class AbstractSampling(ABC):
             chunks_per_step=accumulate,
             steps_per_epoch=math.ceil(loader_length / accumulate),
         )
+
+    def among(self, batches: BatchPlan, world_size: int) -> AbstractSampling:
+        """Return the scheme with those public numbers of a run that its event needs."""
+        return self
 
     @abstractmethod
     def draw(
@@ -160,6 +174,94 @@ class Poisson(AbstractSampling):
 
     def event(self, noise_multiplier: float, sample_rate: float) -> AbstractEvent:
         return sampled_gaussian(noise_multiplier, sample_rate)
+
+
+@dataclass(frozen=True)
+class TruncatedPoisson(AbstractSampling):
+    """Poisson batches of at most ``limit`` records a process: no step takes more memory.
+
+    Of a sample that has more, ``limit`` records are chosen uniformly. Where that happens, one record
+    more pushes another out, and the sum moves by up to 2 C: a step is charged as a known choice between
+    noise z and z/2 (:class:`~lightning_dp.accounting.events.TruncatedGaussian`). Three standard
+    deviations above the mean batch, √(N q), cost up to a few percent of ε, five next to nothing.
+
+    N is taken for public, as it is in q. A physical batch has at most
+    ⌈limit / accumulate_grad_batches⌉ records, or users.
+
+    Args:
+        limit: records of one process's logical batch, above its mean.
+        num_records: from which a process draws, at most; a run fills it in.
+
+    Raises:
+        ValueError: if ``limit`` is less than 1, or by :meth:`plan` if it is not above the mean.
+
+    Example:
+        >>> sampling = TruncatedPoisson(limit=120)
+        >>> plan = sampling.plan(
+        ...     num_records=10_000, batch_size=100, accumulate=1, world_size=1, loader_length=100
+        ... )
+        >>> event = sampling.among(plan, world_size=1).event(1.0, plan.sample_rate)
+        >>> round(event.chance_of_limit, 3)
+        0.028
+    """
+
+    has_pairs: ClassVar[bool] = False
+
+    limit: int
+    num_records: int | None = field(default=None, kw_only=True, repr=False)
+
+    def __post_init__(self) -> None:
+        normalise(self, whole, "limit", *(["num_records"] if self.num_records is not None else []))
+
+    @property
+    def follows_loader(self) -> bool:
+        return True
+
+    def plan(
+        self,
+        *,
+        num_records: int,
+        batch_size: int,
+        accumulate: int,
+        world_size: int,
+        loader_length: int,
+    ) -> BatchPlan:
+        plan = super().plan(
+            num_records=num_records,
+            batch_size=batch_size,
+            accumulate=accumulate,
+            world_size=world_size,
+            loader_length=loader_length,
+        )
+        mean = plan.expected_batch_size / world_size
+        if not self.limit > mean:
+            raise RefusedSetting(
+                f"sampling={self}: a process draws {mean:g} records a step on average, so most batches "
+                f"would be cut, at half the noise. Use a limit of {mean + 5 * math.sqrt(mean):.0f}, or "
+                "a smaller batch_size.",
+                topic="batch-limit",
+            )
+        return plan
+
+    def among(self, batches: BatchPlan, world_size: int) -> AbstractSampling:
+        return replace(self, num_records=math.ceil(batches.num_records / world_size))
+
+    def draw(
+        self, shard_size: int, sample_rate: float, rng: np.random.Generator
+    ) -> NDArray[np.int64]:
+        drawn = Poisson().draw(shard_size, sample_rate, rng)
+        if len(drawn) <= self.limit:
+            return drawn
+        return rng.choice(drawn, size=self.limit, replace=False, shuffle=False)
+
+    def event(self, noise_multiplier: float, sample_rate: float) -> AbstractEvent:
+        if self.num_records is None:
+            raise RefusedSetting(
+                f"sampling={self}: what it costs depends on the number of records, which a Trainer's run "
+                "fills in. Use it there; federated clients and audits take Poisson() or FullBatch().",
+                topic="batch-limit",
+            )
+        return TruncatedGaussian(noise_multiplier, sample_rate, self.limit, self.num_records)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -85,7 +86,7 @@ def check_trainer_and_strategy(trainer: Trainer) -> None:
     check_strategy(trainer.strategy)
 
 
-def check_trainer(trainer: Trainer) -> None:
+def check_trainer(trainer: Trainer, config: PrivacyConfig) -> None:
     """Refuse Trainer settings under which ε would not hold."""
     check_trainer_and_strategy(trainer)
     overfit_batches = trainer.overfit_batches  # type: ignore[attr-defined]
@@ -95,10 +96,15 @@ def check_trainer(trainer: Trainer) -> None:
             "not private sampling. Use limit_train_batches, or a smaller data set.",
             topic="trainer-settings",
         )
-    if trainer.precision == "16-mixed":
+    if trainer.precision == "16-mixed" and (
+        type(trainer.precision_plugin) is not MixedPrecision
+        or is_model_parallel(trainer.strategy)
+        or config.engine == "hooks"
+    ):
         raise MisconfigurationError(
-            "Trainer(precision='16-mixed') scales the loss by a factor that reacts to un-noised "
-            "gradients. Use precision='bf16-mixed'.",
+            "Trainer(precision='16-mixed') works with Lightning's own MixedPrecision, on whole models "
+            "and with every engine except 'hooks': the loss scale must be constant, since one that "
+            "follows overflows reacts to un-noised gradients. Use precision='bf16-mixed'.",
             topic="trainer-settings",
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

@@ -40,8 +40,7 @@ from lightning_dp.isolation.replay import Pipeline, Runner
 from lightning_dp.isolation.state import Marks, TwinState
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import FullBatch
-from lightning_dp.sampling.at_once import collates_as_torch
-from lightning_dp.sampling.loader import Chunk, PrivateDataLoader
+from lightning_dp.sampling.loader import Chunk, PrivateDataLoader, collates_as_torch
 from lightning_dp.strategies.data import before_transfer, private_loader_of
 from lightning_dp.strategies.step import Agreement, Place, PrivateStep, end_training
 
@@ -325,7 +324,7 @@ class IsolationWatch:
         return {name for name in self._written_since() if not self._is_public(name)}
 
     def _versions(self) -> tuple[int, ...]:
-        return tuple(param._version for param in self._step.params)
+        return tuple([param._version for param in self._step.params])
 
     def _copies(self) -> dict[str, Tensor]:
         """Return copies of the buffers and frozen weights, but of very large ones."""

@@ -50,6 +50,9 @@ from lightning_dp.strategies.update_guard import SameParameters
 
 __all__ = ["Agreement", "FitEngine", "Place", "PrivateStep", "end_training"]
 
+LOSS_SCALE = 256.0
+"""Of each record, with float16: gradients of outputs from 2.4e-7 to 255 are normal numbers in it."""
+
 _NORMS = (
     "A BatchNorm layer that was frozen and in eval() as the fit began is in train() now: it mixes "
     "records and keeps statistics of them. Put it into eval() again before each step, or let "
@@ -231,15 +234,17 @@ class PrivateStep:
         if self._batch.chunk is not None:
             self._passes.check_loss(loss, self._batch.chunk.rows)
 
-    def backward(self, loss: Tensor, query: Query | None, *, keep_graph: bool) -> None:
-        """Run the backward pass as the engine does it."""
+    def backward(
+        self, loss: Tensor, query: Query | None, *, keep_graph: bool, divisor: float = 1.0
+    ) -> None:
+        """Run the backward pass of a loss that was divided, as the engine does it."""
         if self._batch.chunk is None:
             raise RefusedRun(_AGAIN, topic="batches-and-steps")
         if self._batch.faults:  # nothing of it will be released
             return
         combined = query is not None and len(passes_of(query)) > 1
         try:
-            self._passes.backward(loss, keep_graph=keep_graph, combined=combined)
+            self._passes.backward(loss, keep_graph=keep_graph, combined=combined, divisor=divisor)
         except UnsupportedModelError as reason:
             self.pass_on(reason)
             self._is_passed_on = True
@@ -507,6 +512,7 @@ class FitEngine:
             again=self.unchanged,
             wrap=wrap,
             loss_graph_check=config.checks.loss_graph,
+            loss_scale=LOSS_SCALE if module.trainer.precision == "16-mixed" else 1.0,
         )
 
     def settle(self) -> None:

@@ -215,7 +215,7 @@ class DifferentialPrivacyStrategy(Strategy):
             super().setup(trainer)
             return
         run = self.private_run
-        check_trainer(trainer)
+        check_trainer(trainer, run.config)
         folder = self._folder
         self._callbacks = _among(trainer, self._given)
         super().setup(trainer)
@@ -527,16 +527,16 @@ class DifferentialPrivacyStrategy(Strategy):
         """Run the backward pass and bound what it leaves."""
         mechanism, step = self._mechanism, self._now.step
         mechanism.begin_noise(step.held)
-        backward = partial(step.backward, query=mechanism.query)
+        # Lightning has divided the loss by it: not in manual optimization.
+        divisor = float(self._trainer.accumulate_grad_batches) if self._is_automatic else 1.0
+        backward = partial(step.backward, query=mechanism.query, divisor=divisor)
         if args or kwargs or is_overridden("backward", self.lightning_module):
             backward(closure_loss, keep_graph=True)
             with step.engine.passes.engine.repeating():
                 loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         else:
             loss = self._backward_by(partial(backward, keep_graph=False), closure_loss)
-        # Lightning has divided the loss by it: not in manual optimization.
-        divisor = self._trainer.accumulate_grad_batches if self._is_automatic else 1
-        step.answer(mechanism, float(divisor))
+        step.answer(mechanism, divisor)
         return loss
 
     @property

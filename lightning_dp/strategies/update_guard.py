@@ -94,23 +94,31 @@ class WriteCounts:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         here = held_here(tensors)
+        # The memory is kept, so that its address stays its own.
         self._tensors, self._memory = tensors, [each.data for each in here]
-        self._versions = _versions(here)
+        self._marks = _marks(here)
 
     def written(self) -> list[int]:
         """Return the positions of those that were written to, or got memory with other values."""
-        now = held_here(self._tensors)
-        pairs = zip(self._memory, now, self._versions, _versions(now), strict=True)
+        here = held_here(self._tensors)
+        marks = _marks(here)
+        if marks == self._marks:  # as nearly always
+            return []
+        each = zip(self._memory, here, self._marks, marks, strict=True)
         return [
             i
-            for i, (memory, tensor, before, after) in enumerate(pairs)
-            if before != after
+            for i, (memory, tensor, before, after) in enumerate(each)
+            if before[0] != after[0]
             # Other memory may hold the same: an LSTM puts its weights together.
-            or (
-                (memory.data_ptr() != tensor.data_ptr() or memory.shape != tensor.shape)
-                and not torch.equal(memory, tensor.detach().to(memory))
-            )
+            or (before != after and not torch.equal(memory, tensor.detach().to(memory)))
         ]
+
+
+def _marks(tensors: Sequence[Tensor]) -> list[tuple[int, int, torch.Size]]:
+    """Return how often each was written to, its address and its shape."""
+    addresses = [(each.data_ptr(), each.shape) for each in tensors]
+    versions = _versions(tensors)
+    return [(version, *rest) for version, rest in zip(versions, addresses, strict=True)]
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
@@ -158,7 +166,8 @@ class SameParameters:
         Raises:
             RuntimeError: naming the cure.
         """
-        here = {id(p) for p in self._module.parameters() if p.requires_grad}
+        parts = (part._parameters.values() for part in self._module.modules())
+        here = {id(p) for own in parts for p in own if p is not None and p.requires_grad}
         known = {id(p) for p in self._all if p.requires_grad}
         if here == known:
             return
@@ -479,7 +488,8 @@ def watched(plugin: Precision, guard: GradientGuard, private: Optimizer) -> Prec
     """Return the plugin with a ``clip_gradients`` that tells of its calls for the private optimizer.
 
     It is of a subclass, with the attributes of the plugin, not copies of them. A plugin that clips in
-    its own way is returned as it is: what it does is an edit.
+    its own way is returned as it is: what it does is an edit. It has no loss scaler, whose factor and
+    skipped steps would follow overflows; the passes have a constant one.
     """
     kind: Any = type(plugin)
     if not all(_is_lightnings(getattr(kind, name)) for name in _CLIPS):
@@ -500,6 +510,8 @@ def watched(plugin: Precision, guard: GradientGuard, private: Optimizer) -> Prec
     names = {"__module__": kind.__module__, "clip_gradients": clip_gradients}
     seen: Precision = object.__new__(type(kind.__name__, (kind,), names))
     seen.__dict__ = vars(plugin)
+    if getattr(plugin, "scaler", None) is not None:
+        seen.__dict__ = {**vars(plugin), "scaler": None}
     return seen
 
 

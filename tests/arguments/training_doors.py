@@ -27,6 +27,7 @@ from lightning_dp import (
     Momentum,
     PrivacyConfig,
     Term,
+    TruncatedPoisson,
     UserLevel,
     Workload,
     fix,
@@ -47,7 +48,13 @@ from lightning_dp.accounting import (
     trade_off,
 )
 from lightning_dp.accounting.calibration import affordable_steps
-from lightning_dp.accounting.events import CyclicRound, FixedOrderPass, PoissonRound
+from lightning_dp.accounting.events import (
+    CyclicRound,
+    FixedOrderPass,
+    PoissonRound,
+    RandomAllocationEpoch,
+    TruncatedGaussian,
+)
 from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon
 from lightning_dp.accounting.pld import epsilon_curve
 from lightning_dp.audit import check_isolation
@@ -185,11 +192,14 @@ TRAINING = [
     door(PoissonRound, sample_rate=0.1, noise_multipliers=(1.0, 2.0)),
     door(CyclicRound, noise_multiplier=1.0, sample_rate=0.1, steps=4),
     door(FixedOrderPass, noise_multiplier=1.0, steps=4),
+    door(TruncatedGaussian, noise_multiplier=1.0, sample_rate=0.1, limit=9, num_records=50),
+    door(RandomAllocationEpoch, noise_multiplier=1.0, batches=8, steps=4),
     door(BandedNoise, bands=4),
     door(LambdaCGD, lam=0.9),
     door(Workload, momentum=0.9, final_rate=0.1),
     door(CyclicPoisson, bands=4),
     door(FixedOrder, shuffle=True),
+    door(TruncatedPoisson, limit=9, num_records=50),
     door(suggest_noise, num_records=100, batch_size=4, epochs=3, momentum=0.5, **BUDGET),
     door(epsilon, delta=1e-05, events=STEPS),
     door(delta, epsilon=1.0, events=STEPS),

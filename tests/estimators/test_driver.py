@@ -10,7 +10,7 @@ import torch
 
 from lightning_dp.boundary import Query, Release, Term
 from lightning_dp.estimators import AbstractEstimator, MeanGradient, Traits
-from lightning_dp.estimators.driver import Driver
+from lightning_dp.estimators.base import Driver
 
 PARAMS = [torch.zeros(2)]
 RELEASED = Release(torch.tensor([1.0, 2.0]), 1.0)

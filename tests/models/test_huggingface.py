@@ -305,7 +305,8 @@ def test_the_snippets_of_the_page_run(tokenizer, texts, tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     tokenizer.save_pretrained("gpt2")
     gpt2().save_pretrained("gpt2")
-    names: dict[str, Any] = {"texts": texts}
+    names: dict[str, Any] = {"texts": texts[:60]}
+    names["held_out"] = [tokenizer(text) for text in texts[60:]]
     page = (ROOT / "docs/models.md").read_text("utf-8").partition("\n## Hugging Face\n")[2]
 
     for snippet in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
@@ -316,6 +317,12 @@ def test_the_snippets_of_the_page_run(tokenizer, texts, tmp_path, monkeypatch, c
     assert "\n1.000\n" in printed
     assert "\n0.000\n" in printed
     assert (tmp_path / "private-gpt2" / "model.safetensors").exists()
+    # The training that moved has the steps, schedule and rates of the one it came from.
+    plain, moved = names["plain"], names["trainer"]
+    assert moved.global_step == plain.state.global_step == names["privacy"].steps
+    schedule = moved.lr_scheduler_configs[0].scheduler
+    assert schedule.base_lrs == plain.lr_scheduler.base_lrs[:1]
+    assert schedule.get_last_lr() == plain.lr_scheduler.get_last_lr()[:1] == [0.0]
 
 
 def test_their_trainer_is_refused_before_it_trains(tmp_path, data):

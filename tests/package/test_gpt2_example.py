@@ -41,7 +41,7 @@ def test_it_spends_its_budget_logs_it_and_saves_what_it_trained(example, capsys)
 
     (privacy,) = (c for c in cli.trainer.callbacks if hasattr(c, "epsilon"))
     assert 7.9 < privacy.epsilon <= 8.0
-    assert "gradient engine: bookkeeping\n" in capsys.readouterr().out
+    assert "gradient engine: layers" in capsys.readouterr().out
     folder = Path(cli.trainer.log_dir)
     with (folder / "metrics.csv").open() as file:
         logged = [row["privacy/epsilon"] for row in csv.DictReader(file)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import itertools
 import json
 import subprocess
 import sys
@@ -83,9 +85,6 @@ def test_a_recipe_runs_as_printed(recipe, data, tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_recipe_runs(name, data, tmp_path):
-    if name == "language_model":
-        pytest.importorskip("peft", reason="adapters of the library peft")
-        pytest.importorskip("transformers", reason="a recipe with the library transformers")
     out = tmp_path / "out"
     arguments = ["--quick", "--data", str(data), "--output", str(out)]
     done = subprocess.run(
@@ -96,6 +95,23 @@ def test_every_recipe_runs(name, data, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     check(done.stdout, out)
+
+
+@pytest.mark.slow
+def test_the_language_model_learns_privately_all_weights_and_adapters(tmp_path):
+    for library in ("peft", "transformers"):
+        pytest.importorskip(library, reason="a recipe with the library")
+    command = [sys.executable, str(RECIPES / "language_model.py"), "--smallest", "--seeds", "1"]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path)], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    saved = json.loads((tmp_path / "language_model.json").read_text("utf-8"))
+    assert len(saved["runs"]) == 4
+    for name, (run,) in saved["runs"].items():
+        assert run["loss"] < saved["start"]
+        assert (6.9 < run["epsilon"] <= 7.0) if "private" in name else run["epsilon"] == 0.0
+        assert f"| {name} |" in done.stdout
 
 
 # -- the table ---------------------------------------------------------------------------------
@@ -130,3 +146,13 @@ def test_features_of_an_image_depend_on_no_other_image(recipe):
     for i in range(3):
         alone = features(images[i : i + 1], groups=3, directions=2)
         torch.testing.assert_close(together[i : i + 1], alone, rtol=1e-4, atol=1e-5)
+
+
+# -- the text ----------------------------------------------------------------------------------
+
+
+def test_functions_are_whole_and_each_is_there_once(recipe):
+    found = list(itertools.islice(recipe("texts").functions(), 300))
+    assert len(set(found)) == 300
+    for each in found:
+        ast.parse(f"class Whole:\n{each}" if each[0] == " " else each)

@@ -15,8 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from lightning_dp.sampling import BatchPlan, FullBatch, Poisson
-from lightning_dp.sampling.at_once import read_at_once
-from lightning_dp.sampling.loader import Chunk, ChunkSampler, PrivateDataLoader
+from lightning_dp.sampling.loader import Chunk, ChunkSampler, PrivateDataLoader, read_at_once
 
 
 class Positions(Dataset[int]):

@@ -30,22 +30,35 @@ from lightning_dp import (
     LambdaCGD,
     Poisson,
     PrivacyConfig,
+    RandomAllocation,
     Storm,
+    TruncatedPoisson,
     UserLevel,
 )
 from lightning_dp._refusals import RefusedRun, RefusedSetting
-from lightning_dp.accounting import PLDAccountant
-from lightning_dp.accounting.events import CyclicRound, FixedOrderPass
+from lightning_dp._world import World
+from lightning_dp.accounting import PLDAccountant, PoissonGaussian
+from lightning_dp.accounting.events import (
+    CyclicRound,
+    FixedOrderPass,
+    RandomAllocationEpoch,
+    TruncatedGaussian,
+)
 from lightning_dp.accounting.gdp import gdp_epsilon
+from lightning_dp.accounting.rdp import OneOrderAccountant
 from lightning_dp.audit import audit
+from lightning_dp.run import PrivateRun
+from lightning_dp.sampling import BatchPlan
 from tests.zoo import flat, private
 
 CYCLIC = {"sampling": CyclicPoisson(4), "noise": BandedNoise(4)}
 FIXED = {"sampling": FixedOrder(), "relation": "zero_out"}
 LAMBDA = {**FIXED, "noise": LambdaCGD(0.8)}
 BANDED = {**FIXED, "noise": BandedNoise(12)}
-ALL = [CYCLIC, FIXED, LAMBDA, BANDED]
-IDS = ["cyclic", "fixed", "lambda", "banded"]
+ALLOCATED = {"sampling": RandomAllocation()}
+LIMITED = {"sampling": TruncatedPoisson(30)}
+ALL = [CYCLIC, FIXED, LAMBDA, BANDED, ALLOCATED]
+IDS = ["cyclic", "fixed", "lambda", "banded", "allocated"]
 
 
 class Flat(L.LightningModule):
@@ -114,8 +127,8 @@ def test_a_fit_keeps_its_budget_and_counts_its_steps(
     assert trainer.global_step == privacy.steps == 30
     assert 2.98 < privacy.epsilon <= 3.0
     assert sum(event.num_steps for event in charges()) == 30
-    assert len(charges()) == (8 if "relation" not in options else 3)
-    least = 4 if options is CYCLIC else 10
+    assert len(charges()) == (8 if options is CYCLIC else 3)
+    least = {"CyclicPoisson": 4, "FixedOrder": 10}.get(type(options["sampling"]).__name__, 1)
     seen: dict[int, int] = {}
     for step, batch in enumerate(model.batches):
         for record in batch:
@@ -124,6 +137,57 @@ def test_a_fit_keeps_its_budget_and_counts_its_steps(
     report = privacy.report()
     assert (report.steps, report.epsilon) == (30, privacy.epsilon)
     assert ("BandedNoise" in str(report)) == (type(options.get("noise")) is BandedNoise)
+
+
+@pytest.mark.parametrize(("workers", "accumulate"), [(0, 1), (1, 2)])
+def test_an_allocated_epoch_has_each_record_once(recording, fit, numbered, workers, accumulate):
+    """Also where the loader reads ahead, and where epochs of the Trainer end early."""
+    loader = DataLoader(numbered(), batch_size=24, num_workers=workers)
+    model, privacy = recording(), private(**ALLOCATED)
+    options = {"limit_train_batches": 8, "max_epochs": 5, "accumulate_grad_batches": accumulate}
+    fit(model, privacy, loader, **options)
+    steps = 10 // accumulate
+    assert len(model.batches) == privacy.steps == 40 // accumulate
+    epochs = [model.batches[first : first + steps] for first in range(0, 4 * steps, steps)]
+    for epoch in epochs:
+        assert sorted(record for batch in epoch for record in batch) == list(range(240))
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[3]
+    whole = [(RandomAllocationEpoch(1.0, steps, steps), 4)]
+    assert privacy._run.ledger.history() == whole
+    assert privacy.epsilon == PLDAccountant().epsilon(whole, 1e-5)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_batches_with_a_limit_take_no_more_and_the_report_names_it(
+    recording, fit, numbered, charges, accumulate
+):
+    loader = DataLoader(numbered(), batch_size=24 // accumulate)
+    model, privacy = recording(), private(target_epsilon=3.0, **LIMITED)
+    sizes: list[int] = []
+
+    class Sizes(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+            sizes.append(trainer.train_dataloader.current.size)
+
+    options = {"max_epochs": 6, "accumulate_grad_batches": accumulate}
+    fit(model, privacy, loader, callbacks=[Sizes()], **options)
+    assert max(map(len, model.batches)) == 30
+    assert max(sizes) <= -(-30 // accumulate)
+    z = charges()[0].noise_multiplier
+    assert charges() == 60 * [TruncatedGaussian(z, 0.1, 30, 240)]
+    assert 2.98 < privacy.epsilon <= 3.0
+    plain = PLDAccountant().epsilon([(PoissonGaussian(z, 0.1), 60)], 1e-5)
+    assert plain < 0.95 * privacy.epsilon
+    text = privacy.report().markdown()
+    assert "TruncatedPoisson(limit=30)" in text and "num_records=240" in text
+
+
+def test_the_records_of_one_process_are_what_a_limit_is_charged_for(tmp_path):
+    config = private(**LIMITED).config
+    run = PrivateRun(config)
+    run.use_batches(BatchPlan(1001, 0.02, 1, 50), processes=2)
+    run.start(10, World(), tmp_path)
+    assert run.mechanism.plan.event(3) == TruncatedGaussian(1.0, 0.02, 30, 501)
 
 
 def test_a_fixed_order_has_the_batches_of_the_loader(recording, fit, numbered):
@@ -193,7 +257,9 @@ def test_secure_noise_remembers_too(fit, ordered):
 
 
 @pytest.mark.parametrize(
-    ("options", "covered", "number"), [(CYCLIC, 8, 2), (LAMBDA, 10, 1)], ids=["cyclic", "lambda"]
+    ("options", "covered", "number"),
+    [(CYCLIC, 8, 2), (LAMBDA, 10, 1), (ALLOCATED, 10, 1)],
+    ids=["cyclic", "lambda", "allocated"],
 )
 @pytest.mark.parametrize("error", [None, RuntimeError])
 def test_a_stop_inside_is_paid_in_full(
@@ -337,6 +403,15 @@ def test_nothing_that_is_remembered_is_saved(fit, numbered, classifier, tmp_path
         ({**CYCLIC, "count_clipped": True}, r"count_clipped=True with noise=BandedNoise"),
         ({**CYCLIC, "augmentations": 2}, r"leave out unit and augmentations"),
         ({**FIXED, "unit": UserLevel([0, 1], most_rows=2)}, r"leave out unit and augmentations"),
+        ({**ALLOCATED, "noise": BandedNoise(4)}, r"a record may take part twice"),
+        ({**ALLOCATED, "relation": "replace_one"}, r"no bound is known here"),
+        ({**ALLOCATED, "augmentations": 2}, r"leave out unit and augmentations"),
+        ({**ALLOCATED, "noise_schedule": Exponential(0.1)}, r"Use Constant\(\)"),
+        ({**LIMITED, "noise": BandedNoise(4)}, r"a record may take part twice"),
+        ({**LIMITED, "relation": "zero_out"}, r"takes the place of another"),
+        ({**LIMITED, "noise_schedule": Exponential(0.1)}, r"same noise and rate at every step"),
+        ({**LIMITED, "estimator": Diff2(4)}, r"same noise and rate at every step"),
+        ({**LIMITED, "accountant": OneOrderAccountant()}, r"in a trial of a search"),
         ({"noise": "banded"}, r"noise='banded' must be an object derived from AbstractNoise"),
     ],
 )
@@ -345,12 +420,23 @@ def test_what_does_not_go_together_is_refused_by_name(options, message):
         PrivacyConfig(target_delta=1e-5, noise_multiplier=1.0, **options)
 
 
+def test_what_goes_with_limits_and_allocations_is_accepted():
+    for options in (
+        {**ALLOCATED, "relation": "zero_out", "count_clipped": True},
+        {**LIMITED, "relation": "replace_one", "clipping": AdaptiveQuantile()},
+        {**LIMITED, "unit": UserLevel([0, 1], most_rows=2), "augmentations": 2},
+    ):
+        PrivacyConfig(target_delta=1e-5, noise_multiplier=1.0, **options)
+
+
 def test_a_loader_that_shuffles_each_epoch_has_no_fixed_order(classifier, fit, loader):
     with pytest.raises(MisconfigurationException, match=r"shuffle=True, which draws another order"):
         fit(classifier(), private(**FIXED), loader, max_epochs=2)
 
 
-@pytest.mark.parametrize("options", [CYCLIC, FIXED], ids=["cyclic", "fixed"])
+@pytest.mark.parametrize(
+    "options", [CYCLIC, FIXED, ALLOCATED], ids=["cyclic", "fixed", "allocated"]
+)
 def test_reloaded_loaders_are_refused(classifier, fit, ordered, options):
     with pytest.raises(MisconfigurationException, match="reload_dataloaders_every_n_epochs"):
         fit(
@@ -419,9 +505,10 @@ def test_a_ledger_with_a_fixed_order_has_no_add_remove(classifier, fit, ordered)
     assert privacy.steps == 20
 
 
-def test_audits_are_refused(classifier, ordered):
+@pytest.mark.parametrize("options", [CYCLIC, LIMITED], ids=["cyclic", "limited"])
+def test_audits_are_refused(classifier, ordered, options):
     with pytest.raises(RefusedSetting, match="takes the steps of a run for independent"):
-        audit(classifier(), ordered, private(**CYCLIC).config, trainer={"max_steps": 3})
+        audit(classifier(), ordered, private(**options).config, trainer={"max_steps": 3})
 
 
 def test_cubic_newton_is_refused():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from device import DEVICE
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from models import Model
 from torch import Tensor, nn
 
@@ -49,6 +50,16 @@ def test_mixed_precision_trains(name: str, fit: Callable[..., Any]) -> None:
     assert there.privacy.steps == 3
     torch.testing.assert_close(there.weights, here.weights, rtol=0.05, atol=0.01)
     assert not torch.equal(there.weights, exact.weights)
+
+
+@pytest.mark.skipif(torch.device(DEVICE).type != "cuda", reason="float16 as Lightning has it")
+def test_float16_trains_with_a_constant_loss_scale(fit: Callable[..., Any]) -> None:
+    there = fit(DEVICE, trainer={"precision": "16-mixed"}, **UNCHECKED)
+    on_cpu = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    here = fit("cpu", trainer={"plugins": [on_cpu]}, **UNCHECKED)
+    assert there.privacy.steps == 3
+    torch.testing.assert_close(there.weights, here.weights, rtol=0.01, atol=0.002)
+    assert not torch.equal(here.weights, fit("cpu", **UNCHECKED).weights)
 
 
 class Poisoned(Model):

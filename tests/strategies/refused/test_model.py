@@ -44,6 +44,7 @@ from lightning_dp.callbacks import DifferentialPrivacy, PrivateSingleDeviceStrat
 from lightning_dp.strategies.checks import (
     check_strategy,
 )
+from tests.zoo import private
 
 # -- models --------------------------------------------------------------------------------------
 
@@ -260,15 +261,17 @@ def test_training_step_with_dataloader_iter_is_refused(
     )
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.GradScaler")
-@pytest.mark.filterwarnings("ignore:.*torch.amp.GradScaler")
+class OwnPrecision(MixedPrecision):
+    """May scale the loss as it likes."""
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
         ({"overfit_batches": 2}, r"overfit_batches=2.*limit_train_batches"),
         ({"overfit_batches": 0.5}, r"overfit_batches=0.5.*limit_train_batches"),
         (
-            {"plugins": [MixedPrecision("16-mixed", "cuda", torch.amp.GradScaler("cpu"))]},
+            {"plugins": [OwnPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]},
             "16-mixed.*bf16-mixed",
         ),
     ],
@@ -279,6 +282,18 @@ def test_trainer_arguments_under_which_epsilon_would_not_hold_are_refused(
     model = classifier(mlp())
 
     assert_refused(lambda: fit(model, privacy, max_epochs=1, **arguments), match, model)
+
+
+def test_float16_with_gradients_of_opacus_is_refused(classifier, mlp, fit, assert_refused):
+    """Their check adds records up in float16, where the sum of good ones may overflow."""
+    model = classifier(mlp())
+    plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
+
+    assert_refused(
+        lambda: fit(model, private(engine="hooks"), max_epochs=1, plugins=plugins),
+        "16-mixed.*'hooks'.*bf16-mixed",
+        model,
+    )
 
 
 CALLBACKS = {
