@@ -172,6 +172,14 @@ def test_rounds_that_are_over_are_not_made_again(protocol, tmp_path):
     assert history(tmp_path) == [(EVENT, 3 * protocol.events)]
 
 
+def test_its_facts_are_those_of_its_ledger(protocol, tmp_path):
+    client = protocol.make(LogCosh(), tmp_path, seed=1)
+    client.answer(protocol.request())
+    assert client.epsilon == client.facts["epsilon"] == spent(protocol, 1)
+    assert {"unit": "record", "seeded": True, "delta": DELTA}.items() <= client.facts.items()
+    assert protocol.make(LogCosh(), tmp_path).facts["seeded"] is False
+
+
 # -- what it costs -----------------------------------------------------------------------------
 
 
