@@ -15,7 +15,8 @@ clipped sum over all records over n, so one process computes it.
 
 DIR holds california_housing.npz and gas_turbine.npz (arrays X, y) and, for --all, blogfeedback.npz,
 covertype_subset.npz and kddcup99_10pct.npz; LIGHTNING_DP_DATA does the same. Without a folder,
-scikit-learn fetches those that it knows. The pictures go to ./outputs/diff2.
+scikit-learn fetches those that it knows. The pictures go to ./outputs/diff2. A script that was stopped
+goes on where it was: finished runs lie in ./outputs/finished_runs (LIGHTNING_DP_RUNS).
 
 As in the paper, settings are tuned for each seed (of the split and the first parameters), η down
 from 1; unlike there, on other noise than what is reported, and equally many for each method. Tuning
@@ -34,9 +35,11 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
+from common import finished
 from diff2_data import DATA_VARIABLE, SETS, raw, split
 from diff2_model import HIDDEN
 from diff2_report import draw, print_noise, print_results, write_tried
@@ -114,7 +117,9 @@ class Bench:
         todo = [(seed, one) for seed in self.seeds for one in dict.fromkeys(settings[seed])]
         runs = [self.run(noise, one, seed, noise_seed) for seed, one in todo]
         found: list[dict[Setting, Trace]] = [{} for _ in self.seeds]
-        for (seed, one), trace in zip(todo, self.pool.map(execute, runs), strict=True):
+        for (seed, one), trace in zip(
+            todo, self.pool.map(partial(finished, execute), runs), strict=True
+        ):
             found[seed][one] = trace
         return found
 
@@ -129,7 +134,7 @@ class Bench:
             for setting in method.settings
         ]
         survivors = [min(4, math.ceil(self.size.points / len(method.settings)))] * len(runs)
-        found = list(self.pool.map(walk, runs, survivors))
+        found = list(self.pool.map(partial(finished, walk), runs, survivors))
         for seed in self.seeds:
             of_seed = found[seed * len(method.settings) :][: len(method.settings)]
             method.tried.append({s: trace for walked in of_seed for s, trace in walked.items()})
@@ -273,6 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--storm", action="store_true", help="the recursive momentum too")
     parser.add_argument("--epsilon", type=float, default=3.0, help="the paper has 3 and 5")
     parser.add_argument("--points", type=int, default=12, help="settings tried for each method")
+    parser.add_argument("--seeds", type=int, default=5, help="of splits, parameters and noises")
     parser.add_argument("--rounds", type=int, default=2000, help="R")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the pictures")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
@@ -284,9 +290,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = [name for name in names if raw(name, folder) is not None]
     if not names:
         raise SystemExit(2)
-    size = Size(options.rounds, points=options.points)
+    size = Size(options.rounds, options.seeds, points=options.points)
     if options.quick:
-        size = Size(options.rounds, points=2, finalists=1, is_thin=True)
+        size = Size(options.rounds, options.seeds, points=2, finalists=1, is_thin=True)
     options.output.mkdir(parents=True, exist_ok=True)
     packages = ("lightning-dp", "torch", "numpy", "scipy")
     shown = ["DIR" if argument == options.data else str(argument) for argument in given]
