@@ -188,8 +188,8 @@ def test_what_makes_no_sense_together_is_refused():
     for options, words in [
         ({"clipping": GROUPS, "max_grad_norm": 1.0}, "has the clip norms of its groups"),
         ({"clipping": GROUPS, "estimator": MeanGradient()}, "has the clip norms of its groups"),
-        ({"clipping": GROUPS, "count_clipped": True}, "longer than one clip norm"),
-        ({"clipping": Automatic(), "count_clipped": True}, "longer than one clip norm"),
+        ({"clipping": GROUPS, "count_clipped": True}, "above one clip norm"),
+        ({"clipping": Automatic(), "count_clipped": True}, "above one clip norm"),
         ({"clipping": AdaptiveQuantile(), "max_grad_norm": 2e3}, "from its least to its most"),
         (
             {"clipping": Automatic(), "max_grad_norm": math.inf, "noise_multiplier": 0},

@@ -359,7 +359,7 @@ class TruncatedGaussian(AbstractEvent):
     Example:
         >>> event = TruncatedGaussian(1.0, sample_rate=0.01, limit=150, num_records=10_000)
         >>> f"{event.chance_of_limit:.1e}"
-        '1.8e-06'
+        '1.7e-06'
     """
 
     noise_multiplier: float
