@@ -37,6 +37,7 @@ TESTS = [
     "tests/test_module_state.py",
     "tests/gradients/test_loss_graph.py",
     "tests/gradients/test_recording.py",
+    "tests/gradients/test_batches.py",
     "tests/gradients/test_traps.py",
     "tests/gradients/test_contract_options.py",
     "tests/gradients/test_contract.py",

@@ -425,6 +425,7 @@ def test_each_rank_noises_its_share_alone_and_before_the_sums_are_added_up():
         assert torch.equal(vector != total, own)
     # Twice the noise in one entry, or none, would not be the same at all of them.
     assert p_value(released - sum(totals), MULTIPLIER * CLIP_NORM) > 0.01
+    torch.testing.assert_close(release_on_ranks(totals, 0.0)[1], sum(totals))
 
 
 def test_ranks_of_one_seed_draw_other_values():

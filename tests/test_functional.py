@@ -127,6 +127,17 @@ def test_long_vectors_are_solved_too(size):
         assert off(u, exact.numpy()) < 5e-7
 
 
+@pytest.mark.parametrize("sigma", [1.0, 30.0])
+def test_rounding_stays_small_where_the_result_is_much_smaller_than_the_input(sigma, dense):
+    matrix = dense(256, sigma)
+    alternating = torch.tensor([1.0, -1.0] * 128) * noise(256).abs()
+    twice_sharpened = torch.tensor(matrix @ matrix @ noise(256).double().numpy()).float()
+    steep_steps = noise(256).sign() * 1000 + noise(256)
+    for v in (alternating, twice_sharpened, steep_steps):
+        exact = np.linalg.solve(matrix, v.double().numpy())
+        assert off(laplacian_smoothing(v, sigma), exact) < 5e-7
+
+
 @pytest.mark.parametrize("sigma", [1e-6, 1.0, 1e3, 1e12, 1e300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_constant_vector_stays_exactly_and_the_mean_of_any(sigma, dtype):

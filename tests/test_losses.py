@@ -71,6 +71,13 @@ def test_a_record_without_labels_counts_as_nothing():
     assert logits.grad.isfinite().all()
 
 
+def test_half_precision_is_added_up_in_float32():
+    logits = torch.zeros(1, 3000, 5, dtype=torch.bfloat16)
+    (loss,) = losses_of_records(logits, torch.zeros(1, 3000, dtype=torch.int64), shift=False)
+    assert loss.dtype == torch.float32
+    assert float(loss) == pytest.approx(math.log(5), rel=1e-5)
+
+
 @pytest.mark.parametrize("divisor", [0, -1.0, math.nan, math.inf])
 def test_a_divisor_is_a_number_above_0(divisor):
     with pytest.raises(ValueError, match="tokens_per_record="):

@@ -7,6 +7,7 @@ import math
 import pickle
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -200,6 +201,20 @@ def test_a_private_fit_with_secure_noise(make_trainer, engine):
     assert privacy.steps == 4 and bool(flat(model).isfinite().all())
     report = privacy.report()
     assert report.private and "AES-256" in report.mechanism["random numbers"]
+
+
+@pytest.mark.parametrize("secure_noise", [False, True])
+def test_weights_without_a_gradient_get_the_noise_that_was_charged(make_trainer, secure_noise):
+    """Noise of so many weights is drawn in the background; secure noise on its grid."""
+    net = nn.Linear(200, 300, bias=False)
+    x = torch.zeros(40, 200)
+    model = Classifier(net, partial(torch.optim.SGD, lr=1.0))
+    before = flat(model)
+    privacy = private(secure_noise=secure_noise, noise_multiplier=1.0)
+    loader = DataLoader(TensorDataset(x, torch.zeros(40).long()), 8)
+    make_trainer(callbacks=[privacy], max_steps=1).fit(model, loader)
+    noise = 8 * (before - flat(model)).double().numpy()
+    assert stats.kstest(noise, "norm").pvalue > 1e-6
 
 
 def test_a_seed_contradicts_it():

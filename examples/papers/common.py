@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from joblib import Memory
 from scipy import stats
 
 # Settings in a round, and the noises that each of them meets there for the first time.
@@ -173,6 +175,16 @@ class Agenda:
 
 
 # -- running and resuming --------------------------------------------------------------------------
+
+
+def finished(make: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of a function, from the folder of finished runs where it is there.
+
+    They are found by the arguments and the function's own source: a script that was stopped goes on.
+    Remove ``outputs/finished_runs`` (or $LIGHTNING_DP_RUNS) after any other change.
+    """
+    folder = os.environ.get("LIGHTNING_DP_RUNS", "outputs/finished_runs")
+    return Memory(folder, verbose=0).cache(make)(*arguments)
 
 
 def load(path: Path) -> Results:

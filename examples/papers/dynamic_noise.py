@@ -91,6 +91,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", help=f"folder of MNIST (or set {DATA_VARIABLE})")
     parser.add_argument("--quick", action="store_true", help="a small part, in about 2 minutes")
+    parser.add_argument("--parts", type=int, nargs="+", default=[1, 2], help="1, 2 or both")
+    parser.add_argument("--seeds", type=int, help="of part 2; default: 20, or 2 with --quick")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the pictures")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     options = parser.parse_args()
@@ -99,15 +101,18 @@ def main() -> None:
         raise SystemExit(2)
     options.output.mkdir(parents=True, exist_ok=True)
     print("# Dynamic noise\n\n    python examples/papers/dynamic_noise.py --data DIR", end="")
-    print(" --quick" if options.quick else "")
+    print(" --quick" * options.quick, f"--parts {' '.join(map(str, options.parts))}")
     packages = ("lightning-dp", "torch", "lightning", "opacus", "numpy", "scipy")
     print(f"\nPython {sys.version.split()[0]}, {', '.join(f'{p} {version(p)}' for p in packages)}")
     start = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
-        protocol(pool, folder, QUICK if options.quick else FULL, options.output)
-        print(f"\n({time.perf_counter() - start:.0f} s)", flush=True)
-        minibatches.compare(pool, folder, options.output, quick=options.quick)
+        if 1 in options.parts:
+            protocol(pool, folder, QUICK if options.quick else FULL, options.output)
+            print(f"\n({time.perf_counter() - start:.0f} s)", flush=True)
+        if 2 in options.parts:
+            seeds = options.seeds or (2 if options.quick else 20)
+            minibatches.compare(pool, folder, options.output, seeds, quick=options.quick)
     print(f"\n({time.perf_counter() - start:.0f} s in all; pictures in {options.output})")
 
 

@@ -8,13 +8,14 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import lightning as L
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from common import finished
 from dynamic_noise_data import mnist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -130,11 +131,12 @@ def fit(run: Run) -> tuple[float, float, float]:
     return loss, accuracy, privacy.epsilon
 
 
-def compare(pool: ProcessPoolExecutor, folder: str, output: Path, *, quick: bool) -> None:
+def compare(
+    pool: ProcessPoolExecutor, folder: str, output: Path, seeds: int, *, quick: bool
+) -> None:
     """Tables and pictures of decreasing against constant noise at equal ε."""
     lasts = (1.0, 0.25) if quick else tuple(LASTS)
     epsilons = (1.0,) if quick else (0.5, 1.0, 3.0)
-    seeds = 2 if quick else 5
     records, epochs = (2000, 3) if quick else (10_000, 4)
     settings = [
         ("logistic regression", 0.1, epochs),
@@ -152,7 +154,7 @@ def compare(pool: ProcessPoolExecutor, folder: str, output: Path, *, quick: bool
         for last in lasts
         for seed in range(seeds)
     ]
-    results = dict(zip(runs, pool.map(fit, runs), strict=True))
+    results = dict(zip(runs, pool.map(partial(finished, fit), runs), strict=True))
     print("\n## 2. Poisson minibatches, PLD calibration, through the Trainer")
     print(
         f"\nMNIST-10, {records} records, expected batch {BATCH_SIZE}, clip 1, "

@@ -85,6 +85,14 @@ def test_charges_survive_a_checkpoint_and_count_every_event(runs):
     assert dict(appended.history()) == {event: every.count(event) for event in every}
 
 
+def test_charging_needs_a_run(books):
+    for ledger in (Ledger(), books.ended(books.ledger_with(None, A))):
+        with pytest.raises(RuntimeError, match=r"Ledger\.begin\(\) must come before Ledger.charge"):
+            ledger.charge(A)
+        with pytest.raises(RuntimeError, match=r"Ledger\.begin\(\) must come before Ledger.void"):
+            ledger.void("x")
+
+
 # -- charging ----------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_dp.accounting import Gaussian, PLDAccountant
+from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.federated.protocol import Message, MessageError
 from tests.federated.zoo import (
@@ -171,6 +172,14 @@ def test_rounds_that_are_over_are_not_made_again(protocol, tmp_path):
     assert history(tmp_path) == [(EVENT, 3 * protocol.events)]
 
 
+def test_its_facts_are_those_of_its_ledger(protocol, tmp_path):
+    client = protocol.make(LogCosh(), tmp_path, seed=1)
+    client.answer(protocol.request())
+    assert client.epsilon == client.facts["epsilon"] == spent(protocol, 1)
+    assert {"unit": "record", "seeded": True, "delta": DELTA}.items() <= client.facts.items()
+    assert protocol.make(LogCosh(), tmp_path).facts["seeded"] is False
+
+
 # -- what it costs -----------------------------------------------------------------------------
 
 
@@ -221,6 +230,14 @@ def test_a_second_run_over_the_same_data_adds_to_the_ledger(name, tmp_path):
     refused = [Message.from_bytes(reply).kind == "refused" for reply in replies]
     assert refused == [False, True]
     assert history(tmp_path) == [(EVENT, 3)]
+
+
+def test_a_client_has_no_budget_by_default(protocol, tmp_path):
+    settings = {"run": "trial", "seed": None, "target_delta": DELTA}
+    with pytest.raises(TypeError, match="target_epsilon"):
+        protocol.client(LogCosh(), ReleaseLedger(tmp_path, "data"), **settings)
+    with pytest.raises(TypeError, match="ledger=None must be a ReleaseLedger"):
+        protocol.client(LogCosh(), None, **settings, target_epsilon=1.0)
 
 
 # -- refused, at no cost -----------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 import time
 from collections import Counter
@@ -46,13 +47,14 @@ from lightning_dp.federated import (
 from lightning_dp.federated.asynchronous import InverseSteps
 from lightning_dp.federated.flower import (
     Exchange,
+    _save,
     client_app,
     pack,
     payload_of,
     server_app,
 )
 from lightning_dp.federated.local import LocalRecords
-from lightning_dp.federated.logbook import Presence, federation_page, read_rounds
+from lightning_dp.federated.logbook import Logbook, Presence, federation_page, read_rounds
 from lightning_dp.federated.protocol import Message as Content
 from lightning_dp.federated.protocol import Quorum
 from tests.federated.zoo import (
@@ -199,6 +201,14 @@ def test_an_exception_at_a_client_tells_the_server_nothing(tmp_path, log):
     asked_again = log("Asking again")
     assert len(asked_again) == CLIENTS and not log("HIV")
     assert "HIV" in str(log("could not answer")[0].exc_info[1])
+
+
+def test_a_servers_state_is_on_disk_before_it_takes_the_place_of_the_old_one(tmp_path, monkeypatch):
+    calls, replace = [], os.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append("fsync"))
+    monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("replace"), replace(*paths)))
+    _save({"round": 3}, tmp_path / "server.pt")
+    assert calls == ["fsync", "replace", "fsync"]
 
 
 # -- replies of anybody ------------------------------------------------------------------------
@@ -536,6 +546,14 @@ def test_a_client_answers_the_runs_on_its_list_only(tmp_path, log):
     assert told["epsilon"] == told["epsilon_of_plan"] > 0
 
 
+def test_a_claim_that_falls_is_logged(tmp_path, log):
+    book = Logbook(tmp_path, "trial")
+    for epsilon in (0.5, 0.5, 0.7, math.inf, 0.2):
+        book.add_client(1, {"epsilon": epsilon})
+    (line,) = log("claims epsilon")
+    assert line.getMessage().startswith("Client 1 claims epsilon 0.2 after inf")
+
+
 # -- the page at the end -----------------------------------------------------------------------
 
 
@@ -653,7 +671,24 @@ def test_a_node_that_comes_back_with_a_new_id_takes_its_number_when_the_old_one_
     look(lambda: exchange._nodes == {0: new})
 
 
+@pytest.mark.parametrize("bad", [None, 2, 4])
+def test_another_number_of_clients_is_refused_before_anybody_is_asked(tmp_path, bad):
+    def client(message: Message, context: Context) -> Message:
+        raise AssertionError("nobody is asked")
+
+    for given in (bad, lambda context: bad):
+        with pytest.raises(ValueError, match="num_clients="):
+            server = server_of(SGD.server, tmp_path, num_clients=given)
+            LoopbackGrid(client, CLIENTS).start(server)
+
+
 # -- arguments, folders, modules ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", ["ledgers", "s3://bucket/ledgers", ""])
+def test_ledgers_are_in_a_folder_that_does_not_differ_between_processes(folder):
+    with pytest.raises(ValueError, match="ledger_dir="):
+        client_app(lambda context: None, lambda *given: None, ledger_dir=folder)
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", {}, [], {"run": "a", "state": {}}])

@@ -315,6 +315,17 @@ def test_each_run_keeps_to_its_own_budget_of_what_both_spent(tmp_path):
     assert done["A"] == math.ceil(most[1.0] / 2) and sum(done.values()) == most[1.6]
 
 
+def test_two_data_sets_never_share_a_ledger(tmp_path):
+    names = ["a", "A", "a/b", "a%2Fb", "a b", "../a", "ä", "a" * 300, "a" * 299 + "b"]
+    for number, name in enumerate(names):
+        for i in range(number + 1):
+            of(tmp_path, name).release(spending(), i, 0, noise)
+    for number, name in enumerate(names):
+        assert history(tmp_path, name) == [(e, 1) for e in EVENTS[: number + 1]]
+    folded = [p.name.lower() for p in tmp_path.iterdir()]
+    assert len(set(folded)) == len(folded) and all(p.parent == tmp_path for p in tmp_path.iterdir())
+
+
 # -- identity ----------------------------------------------------------------------------------
 
 

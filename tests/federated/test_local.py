@@ -91,6 +91,16 @@ def test_chunks_change_nothing_except_memory(module, recorded, blobs, chunk_size
     torch.testing.assert_close(answer.double(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("unit", ["record", "client"])
+def test_a_record_that_is_not_finite_contributes_zero(module, blobs, unit):
+    x, y = blobs.tensors
+    spoiled = TensorDataset(torch.cat([x, torch.full((1, 6), math.nan)]), torch.cat([y, y[:1]]))
+    query = Query((Term(),), 0.3, 1.0)
+    with_it = LocalRecords(module, spoiled, unit=unit).bounded_sum(query, [0, 240, 1]).value
+    without = LocalRecords(module, blobs, unit=unit).bounded_sum(query, [0, 1]).value
+    torch.testing.assert_close(with_it, without)
+
+
 def test_one_record_moves_the_sum_by_the_clip_norm_at_most(module, blobs):
     x, y = blobs.tensors
     loud = TensorDataset(torch.cat([x, torch.full((1, 6), 1e4)]), torch.cat([y, y[:1]]))

@@ -75,6 +75,16 @@ def test_a_run_whose_quorum_has_no_budget_ends(tmp_path):
     assert make(0).epsilon <= target
 
 
+def test_poisson_batches_are_of_the_plans_rate(tmp_path):
+    plan, data = plan_of(MeanGradient(1.0), 0.3), LogCosh()
+    one, machine = client(tmp_path, plan, data, rounds=50), server(plan, rounds=50)
+    while not machine.is_done:
+        machine.receive(0, one.answer(machine.request(0)))
+    sizes = [len(batch) for _, batch in data.asked]
+    assert sum(sizes) / 50 == pytest.approx(0.3 * RECORDS, rel=0.2) and len(set(sizes)) > 3
+    assert history(tmp_path) == [(PoissonGaussian(Z, 0.3), 50)]
+
+
 def test_only_a_trusted_server_gets_sums_without_noise_and_no_disk_does(tmp_path):
     plan = plan_of(MeanGradient(1.0))
     request = server(plan, noise="server").request(0)

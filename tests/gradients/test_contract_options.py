@@ -320,6 +320,14 @@ def test_each_record_draws_its_own_numbers(engine, name):
     torch.testing.assert_close(total, expected)
 
 
+def test_two_records_that_are_equal_have_two_masks():
+    example = Example(*RANDOM["dropout"])
+    module, batch = made(example)
+    batch = {name: part[:1].expand(N, *part.shape[1:]) for name, part in batch.items()}
+    with alone("records", module) as passes:
+        assert len(set(run(passes, example, module, batch).norms().tolist())) > 1
+
+
 # -- precisions -------------------------------------------------------------------------------
 
 

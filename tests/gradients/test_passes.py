@@ -147,6 +147,18 @@ def test_gradients_that_are_known_are_not_computed_again(passes, name, engine):
     close_to(found, query)
 
 
+@pytest.mark.parametrize("name", ["here", "a difference", "gradient and product"])
+def test_a_record_that_is_not_finite_contributes_zero(passes, name):
+    net, x = make_net(), X.clone()
+    query, mine = Query(QUERIES[name], 0.2, 0.0), passes(net)
+    others = [i for i in range(RECORDS) if i != 2]
+    expected = mine.answer(query, chunk_of(net, X[others], Y[others]))
+    for bad in (math.nan, math.inf):
+        x[2] = bad
+        found = mine.answer(query, chunk_of(net, x))
+        torch.testing.assert_close(found.value, expected.value)
+
+
 # -- randomness -------------------------------------------------------------------------------
 
 

@@ -130,6 +130,16 @@ def test_the_inner_hint_holds_and_ends():
     assert folding_in_force() is None
 
 
+@pytest.mark.parametrize("owners", [[0, 5], [-1, 0]])
+def test_an_owner_that_is_no_record_is_refused(owners, engine):
+    net = nn.Linear(3, 2)
+    engine.attach(net, list(net.parameters()))
+    with rows_of_records(torch.tensor(owners), 2):
+        loss = net(torch.ones(2, 3)).sum()
+    with pytest.raises(UnsupportedModelError):
+        engine.backward(loss)
+
+
 def test_opacus_hooks_would_take_rows_for_records(hooks):
     """Also where there happen to be as many."""
     net = nn.Linear(3, 2)

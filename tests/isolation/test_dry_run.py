@@ -88,6 +88,32 @@ def test_without_a_sample_there_is_no_layout_and_no_error():
     assert find_layout(DryRun(None), list) == find_layout(None, list)
 
 
+class Calls(Model):
+    """Notes what it was given before anything was charged."""
+
+    def __init__(self, net, loss=F.cross_entropy):
+        super().__init__(net, loss)
+        self.path = None
+
+    def training_step(self, batch, batch_idx):
+        with open(self.path, "a") as file:  # which nothing puts back
+            file.write("real\n" if (batch[0] > 2).any() else "made up\n")
+        return super().training_step(batch, batch_idx)
+
+
+def test_thirty_calls_at_most(fit, tmp_path):
+    module = Calls(
+        network(nn.Dropout(0.5)), lambda o, y: F.cross_entropy(o + 0.01 * torch.randn_like(o), y)
+    )
+    module.path = tmp_path / "calls"
+
+    fit(module, samples=[(x.abs() + 2.5, y) for x, y in records(16)])
+
+    calls = module.path.read_text().split("\n")
+    assert 1 <= calls.index("real") <= 30
+    assert calls.count("made up") <= 30
+
+
 # -- in a fit --------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import pytest
 from lightning_dp import Checks
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian, epsilon, epsilon_text
 from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.report import PrivacyReport
 from lightning_dp.report.files import read_report, write_report
 from lightning_dp.schedules import Exponential
 
@@ -129,6 +130,26 @@ def test_a_batch_that_ran_whole_has_epsilon_under_the_tolerance_of_comparisons(
     assert whole.epsilon < whole.epsilon_at_tolerance() == exact
     assert f"with noise multipliers z / 1.05: ε = {epsilon_text(exact)}" in whole.markdown()
     assert "1.05 C" not in alone.markdown() and "by construction" in alone.isolation
+
+
+def test_steps_that_were_not_compared_are_counted_as_such_with_the_reason(
+    classifier, mlp, loader, make_trainer
+):
+    privacy = fitted(
+        classifier, mlp, loader, make_trainer, checks=Checks(public_state=["teacher.*"])
+    )
+    run = privacy._run
+    looked = run.spot_checks
+    assert privacy.report().spot_checks == f"passed at {looked} of 10 steps"
+
+    run.not_compared = {"it is coarse": 2, "an error": 1}
+
+    report = privacy.report()
+    assert report.spot_checks == (
+        f"passed at {looked - 3} of 10 steps; not compared: an error (1); it is coarse (2)"
+    )
+    assert "public state: teacher.* (declared by the user, not checked)" in str(report)
+    assert PrivacyReport.from_dict(report.to_dict()).public_state == ("teacher.*",)
 
 
 # -- as a picture ------------------------------------------------------------------------------

@@ -176,6 +176,13 @@ def test_the_file_is_whole_and_loads_nothing(report_of):
     assert report_of().html() == text
 
 
+def test_no_path_of_the_machine_is_on_a_page(report_of):
+    report = report_of()
+    for text in (report.html(), report.markdown(), str(report)):
+        assert f"{ID}.journal" in text
+        assert "alice" not in text and "/private/" not in text
+
+
 def test_each_reader_has_a_page_by_itself(report_of):
     report = report_of(gradient_edits="halved")
     people, engineers = report.markdown("people"), report.markdown("engineers")

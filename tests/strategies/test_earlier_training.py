@@ -19,6 +19,7 @@ from lightning_dp.accounting.base import epsilon_text
 from lightning_dp.accounting.journal import Charges, read_written
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report import run_report
+from lightning_dp.schedules import Exponential
 from tests.zoo import private
 
 DELTA, RATE = 1e-5, 24 / 240
@@ -177,3 +178,19 @@ def test_a_plan_without_an_end_says_what_was_spent(make):
     )
     spent = f"That spent ε = {epsilon_text(epsilon(5))} at δ = 1e-05 (add_remove) already"
     assert said == f"{spent}, to which this run adds."
+
+
+def test_a_long_schedule_and_the_plan_are_added_up_from_above(
+    classifier, mlp, loader, make_trainer
+):
+    spent = [(PoissonGaussian(4.0 + i * 1e-3, RATE), 1) for i in range(300)]
+    privacy = private(noise_schedule=Exponential(0.1))
+    bounds = []
+
+    class Asks(L.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            bounds.append(privacy._run.epsilon_beside(spent))
+
+    make_trainer(max_steps=3, callbacks=[privacy, Asks()]).fit(classifier(mlp()), loader)
+    exact = PLDAccountant().epsilon([*spent, *privacy._run.ledger.history()], DELTA)
+    assert exact <= bounds[0] <= 1.03 * exact

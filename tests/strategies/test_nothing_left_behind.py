@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_dp import Checks
+from lightning_dp.strategies.update_guard import StepGuard
 from tests.zoo import private
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -218,3 +219,14 @@ def optimizer() -> torch.optim.Optimizer:
     for param in module.parameters():
         param.grad = torch.ones_like(param)
     return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def test_a_step_that_was_not_allowed_raises_and_one_is_allowed_once(optimizer):
+    guard = StepGuard(optimizer)
+    guard.allow()
+    optimizer.step()
+
+    with pytest.raises(
+        RuntimeError, match=r"optimizer.step\(\) was called with gradients that were not"
+    ):
+        optimizer.step()

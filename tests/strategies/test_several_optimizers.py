@@ -527,6 +527,16 @@ def _leaves(record: Any) -> list[dict[str, Any]]:
     return [record, *inside] if "mechanism" in record else inside
 
 
+def test_a_second_fit_of_the_same_trainer_goes_on_in_the_plan(fit, loader):
+    model = GAN()
+    privacy = fit(model)
+    fit.trainer.fit_loop.max_epochs = 2
+    fit.trainer.fit(model, loader)
+
+    assert privacy.steps == 8
+    assert privacy._run.mechanism.step == 8
+
+
 def test_a_second_private_step_on_a_batch_is_refused(fit):
     class Twice(GAN):
         order = "dd"

@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 
+import lightning as L
 import pytest
 import torch
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
@@ -327,3 +328,28 @@ def test_users_that_meet_are_refused_and_rows_of_one_user_may_meet(make_trainer)
     with pytest.raises(VoidedRunError):
         fit(Checks(dry_run=False), engine="layers")
     assert fit(Checks(), engine="one_by_one").steps == 8
+
+
+def test_what_has_a_gradient_for_each_row_is_refused(make_trainer):
+    for options in ({"unit": UserLevel(USERS, most_rows=2)}, {"augmentations": 2}):
+        with pytest.raises(ValueError, match="engine='hooks'"):
+            private(engine="hooks", **options)
+    privacy = private(augmentations=2, private_optimizer=0)
+    with pytest.raises(MisconfigurationException, match="unit and augmentations put several rows"):
+        make_trainer(callbacks=[privacy], max_steps=1).fit(Two(), DataLoader(data(), 2))
+
+
+class Two(L.LightningModule):
+    """Two optimizers."""
+
+    automatic_optimization = False
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 3), nn.Linear(2, 2)
+
+    def training_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.a, self.b)]

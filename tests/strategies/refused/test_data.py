@@ -253,6 +253,19 @@ def test_no_hook_of_a_fit_gets_a_batch(hook, data, classifier, mlp, make_trainer
     assert asks.read == 0
 
 
+def test_workers_do_not_read_ahead_for_whoever_is_refused(
+    data, classifier, mlp, make_trainer, unprobed
+):
+    loader = DataLoader(data, 24, num_workers=1, multiprocessing_context="fork")
+    asks = Asks("on_train_start", ASKERS["next"], data)
+    trainer = make_trainer(max_epochs=1, callbacks=[unprobed, asks])
+
+    with pytest.raises(Exception, match="from the Trainer's training loader"):
+        trainer.fit(classifier(mlp()), loader)
+
+    assert trainer.train_dataloader._iterator is None
+
+
 def test_the_loader_is_refused_after_the_fit_too(data, classifier, mlp, make_trainer, unprobed):
     model, trainer = classifier(mlp()), make_trainer(max_steps=2, callbacks=[unprobed])
     trainer.fit(model, DataLoader(data, 24))

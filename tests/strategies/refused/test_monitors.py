@@ -239,6 +239,13 @@ def test_a_callback_that_acts_on_a_metric_of_training_warns_once_and_is_in_the_r
         assert re.search("scores are saved in checkpoints, without noise", entry)
 
 
+def test_a_file_name_with_a_metric_of_training_warns(fit, privacy, tmp_path):
+    (said,) = fit(Logs(), ModelCheckpoint(tmp_path / "a", filename="{epoch}-{loss:.2f}"))
+
+    assert "ModelCheckpoint(filename='{epoch}-{loss:.2f}')" in said and "in file names" in said
+    assert any("file names" in text for text in privacy.report().not_covered)
+
+
 def test_what_a_saved_metric_counted_is_named_in_the_report(fit, privacy):
     model = Logs()
     model.metric.persistent(True)

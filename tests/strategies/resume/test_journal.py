@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +81,14 @@ def test_journal_holds_exactly_the_ledger(fit, old, tmp_path):
     assert in_file == pytest.approx(resumed.privacy.epsilon, rel=1e-9)
 
 
+def test_ledgers_of_two_callbacks_merge(fit, old, tmp_path):
+    other = fit(max_steps=3, default_root_dir=tmp_path / "other")
+    resumed = fit(tmp_path / "old.ckpt", privacy=other.privacy, max_steps=8)
+    assert resumed.privacy.steps == 24 + 3 + 2
+    _, runs = read_journal(resumed.ledger.journal_path)
+    assert sum(count for charges in runs.values() for _, count in charges) == 29
+
+
 def test_budget_counts_what_was_made_after_the_checkpoint(fit, old, tmp_path):
     target = epsilon_of(30) * 1.0001
     resumed = fit(tmp_path / "old.ckpt", privacy={"target_epsilon": target})
@@ -112,6 +122,20 @@ def test_resume_is_refused_while_another_process_holds_the_journal(fit, old, tmp
     assert fit(tmp_path / "old.ckpt", max_steps=7).privacy.steps == 25
 
 
+class Elsewhere(L.Callback):
+    """Changes the working directory after three batches."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 3:
+            self.folder.mkdir(exist_ok=True)
+            os.chdir(self.folder)
+
+
 # -- a folder of this machine, the same during a fit, or the fit is refused ----------------------
 
 
@@ -128,7 +152,52 @@ def fit_in(classifier, mlp, loader, make_trainer):
     return run
 
 
+def test_a_folder_that_is_not_local_is_refused_with_the_cure(fit_in, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="ledger_dir="):
+        private(ledger_dir="s3://bucket/privacy")
+    with pytest.raises(ValueError, match=r"default_root_dir='.*DifferentialPrivacy\(ledger_dir="):
+        fit_in(default_root_dir="s3://bucket/runs")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_any_name_trains_saves_and_resumes(fit_in, tmp_path):
+    name = "two\nlines [*?] 隐私"
+    privacy, trainer = fit_in(tmp_path / name)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    again, _ = fit_in(tmp_path / name, ckpt_path=tmp_path / "a.ckpt", max_steps=9)
+    assert (privacy.steps, again.steps) == (6, 9)
+    assert len(journals(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("options", [{"ledger_dir": "ledgers"}, {"default_root_dir": "ledgers"}])
+def test_a_relative_folder_stays_where_it_was_when_the_fit_began(
+    fit_in, tmp_path, monkeypatch, options
+):
+    monkeypatch.chdir(tmp_path)
+    privacy, trainer = fit_in(callbacks=[Elsewhere(tmp_path / "other")], **options)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    (journal,) = journals(tmp_path)
+    assert tmp_path / "ledgers" in journal.parents
+    assert privacy.report().journal == str(journal)
+    assert fit_in(ckpt_path=tmp_path / "a.ckpt", max_steps=9, **options)[0].steps == 9
+    assert len(journals(tmp_path)) == 1
+
+
 def test_a_file_in_the_place_of_the_folder_is_refused_before_any_batch(fit_in, tmp_path):
     (tmp_path / "ledgers").write_text("")
     with pytest.raises(JournalDiskError, match=r"ledgers.*ledger_dir"):
         fit_in(tmp_path / "ledgers")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
+def test_journal_lock_and_report_are_for_their_owner_alone(fit_in, tmp_path):
+    before = os.umask(0)
+    try:
+        fit_in(tmp_path / "ledgers")
+    finally:
+        os.umask(before)
+    found = sorted((tmp_path / "ledgers").iterdir())
+    assert {path.suffix for path in found} == {".journal", ".lock", ".json", ".md"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in found} == {0o600}
+    assert stat.S_IMODE((tmp_path / "ledgers").stat().st_mode) == 0o700

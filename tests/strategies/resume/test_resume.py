@@ -321,13 +321,13 @@ def test_interrupted_run_and_its_resume_cost_what_one_run_costs(fit, tmp_path, a
     assert resumed.privacy.epsilon == pytest.approx(by_hand, rel=1e-9)
 
 
-def test_noise_schedule_continues_at_the_right_step(fit, tmp_path):
+def test_noise_schedule_continues_at_the_step_of_an_older_checkpoint(fit, save_at, tmp_path):
     rate = 0.1
     privacy = {"noise_multiplier": 4.0, "noise_schedule": Exponential(rate)}
-    saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
-    fit(privacy=privacy, callbacks=(saving,), max_steps=3)
-    resumed = fit(tmp_path / "last.ckpt", privacy=privacy, max_steps=6)
-    expected = Counter(PoissonGaussian(4.0 * math.exp(-rate * t), 4 / 48) for t in range(6))
+    fit(privacy=privacy, callbacks=(save_at(tmp_path / "old.ckpt", 0, 2),), max_steps=5)
+    resumed = fit(tmp_path / "old.ckpt", privacy=privacy, max_steps=6)
+    steps = [0, 1, 2, 3, 4, 3, 4, 5]  # those after the checkpoint were charged, and are again
+    expected = Counter(PoissonGaussian(4.0 * math.exp(-rate * t), 4 / 48) for t in steps)
     assert Counter(dict(resumed.ledger.history())) == expected
     assert resumed.privacy.noise_multiplier == pytest.approx(4.0 * math.exp(-rate * 5))
 
@@ -360,7 +360,10 @@ def test_full_batch_resumes_between_and_inside_its_steps(fit, save_at, tmp_path)
 
 def test_checkpoint_after_fit_extends_the_run(fit, tmp_path):
     first = fit(max_epochs=1)
-    first.trainer.save_checkpoint(tmp_path / "after.ckpt")
+    for weights_only in (True, False):
+        first.trainer.save_checkpoint(tmp_path / "after.ckpt", weights_only=weights_only)
+        saved = torch.load(tmp_path / "after.ckpt", weights_only=True)["lightning_dp"]["ledger"]
+        assert [count for charges in saved["runs"].values() for _, count in charges] == [12]
     resumed = fit(tmp_path / "after.ckpt", max_epochs=3)
     assert resumed.probe.optimizer_steps == 24
     assert resumed.privacy.steps == 36
