@@ -104,7 +104,7 @@ FAULTS = (
     Fault("clip_norm_moves_the_other_way", "change = -self.rate", "* -1"),
     Fault("moved_clip_norm_not_saved", '"clip_norm": self.clip_norm', "and None"),
     Fault("released_norm_not_asked_for", "query = replace(query, clip_norm=self.clip_norm", "/ 2"),
-    Fault("loss_scale_of_the_mean", "self._factor = self._loss_scale", "/ self._rows"),
+    Fault("loss_scale_of_the_mean", "self._factor = self._scale_of_mean", "/ self._rows"),
     Fault("loss_scale_of_lightning", '{**vars(plugin), "scaler": None', "or plugin.scaler"),
     Fault("half_the_noise_subtracted", "return self.covariance[-1][-1]", "/ 2"),
     Fault("clip_after_the_sum", "finite_norms = norms", "* 0 + norms.mean()"),

@@ -519,7 +519,7 @@ class _Part:
         whole = Difference(self.name, self.kind)
         if not self.is_container or isinstance(self.owner, set):
             key = (...,) if self.is_container else ()
-            return {} if _is_same_content(a, b) else {(*path, *key): whole}
+            return {} if is_same_content(a, b) else {(*path, *key): whole}
         if a is b or _are_same_objects(a, b):
             return {}
         mine, its = dict(self.items()), dict(other.items())
@@ -694,11 +694,11 @@ def _write(tensor: Tensor, values: Tensor) -> None:
     """Give a tensor these values; if it has them it is left alone: for autograd, writing is a change."""
     if tensor.shape != values.shape or tensor.dtype != values.dtype:
         tensor.data = values.clone()
-    elif not _is_same_content(tensor.detach(), values):
+    elif not is_same_content(tensor.detach(), values):
         tensor.detach().copy_(values)
 
 
-def _is_same_content(a: Any, b: Any) -> bool:
+def is_same_content(a: Any, b: Any) -> bool:
     """Compare tensors, arrays, sets, or states of generators; NaN is equal to itself."""
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_dp.accounting._pmf import LossPmf, discretise, support
+from lightning_dp.accounting._pmf import GaussianNode, LossPmf, discretise, support
 from lightning_dp.accounting.events import (
     AbstractEvent,
     RandomAllocationEpoch,
@@ -20,6 +20,7 @@ from lightning_dp.accounting.steps import FloatArray, Steps
 
 _UNIT = 2.0**-52
 _POINTS = 1000  # of a distribution of ratios
+_SMALLEST = -600.0  # logarithm of a mass under Q at the largest ratio: products of two are numbers
 
 
 def node_of(event: AbstractEvent, relation: Relation) -> SampledNode:
@@ -93,6 +94,9 @@ class AllocationNode(NamedTuple):
     there, and the rest of its mean goes to infinity; one below the first is shared with the ratio 0.
     So the result dominates in both orders, and sums of 2k come from those of k: about 2 log2(t) sums.
 
+    Where masses under Q would be too small for floats (little noise at a tiny δ), a full batch is the
+    bound: the pair above is a mixture of its pairs.
+
     Args:
         noise_multiplier: of each step.
         batches: t, the steps of the epoch.
@@ -102,6 +106,8 @@ class AllocationNode(NamedTuple):
     batches: int
 
     def support(self, log_tail: float, relation: str) -> tuple[float, float]:
+        if (full := self._full_batch(log_tail)) is not None:
+            return full.support(log_tail, relation)
         logs = _mean_of(*self, log_tail).logs
         return max(-float(logs[0]), 0.0), max(float(logs[-1]), 0.0)
 
@@ -109,6 +115,8 @@ class AllocationNode(NamedTuple):
         self, h: float, log_tail: float, relation: str, backward: bool, limit: float
     ) -> LossPmf:
         """Return the loss on a grid, its ratios shared out once more."""
+        if (full := self._full_batch(log_tail)) is not None:
+            return full.pmf(h, log_tail, relation, backward, limit)
         ratios = _mean_of(*self, log_tail)
         reach = max(1, math.ceil(min(limit / h, 2.0**40)))
         low = math.floor(float(ratios.logs[0]) / h)
@@ -130,6 +138,12 @@ class AllocationNode(NamedTuple):
     def divergence(self, orders: FloatArray) -> FloatArray:
         """Return that of a Gaussian release, as if it were told which step uses whom: a bound."""
         return np.asarray(orders / (2 * self.noise_multiplier**2))
+
+    def _full_batch(self, log_tail: float) -> GaussianNode | None:
+        """Return the release of a full batch where the ratios' masses are no numbers."""
+        full = GaussianNode(self.noise_multiplier, 1.0)
+        largest = full.support(log_tail - 4, "add_remove")[1]
+        return full if log_tail - largest < _SMALLEST else None
 
 
 SampledNode = TruncatedNode | AllocationNode

@@ -134,6 +134,9 @@ class AbstractGradientEngine(ABC):
     isolates: ClassVar[bool] = False
     """True if records cannot mix in ``training_step``, by construction."""
 
+    loss_scale = 1.0
+    """Of each record's own loss, for an engine that goes back from it; divided out again."""
+
     has_asked = True
     """False if it is known that ``training_step`` asked for no record's value in the latest pass."""
 

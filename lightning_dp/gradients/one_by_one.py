@@ -80,8 +80,13 @@ class OneByOne(AbstractGradientEngine):
         """Return the gradient of one record, or what :meth:`along` asks for in its place."""
         if not loss.requires_grad:
             return self._flat([None] * len(self._params))
-        if self._along is not None:
-            return self._product(loss, *self._along)
+        if self.loss_scale != 1:
+            loss = loss.float() * self.loss_scale
+        row = self._gradient(loss, keep_graph) if self._along is None else self._product(loss)
+        return row if self.loss_scale == 1 else row / self.loss_scale
+
+    def _gradient(self, loss: Tensor, keep_graph: bool) -> Tensor:
+        """Return the gradient of a loss."""
         try:
             found = torch.autograd.grad(
                 loss, self._params, retain_graph=keep_graph or None, allow_unused=True
@@ -103,8 +108,10 @@ class OneByOne(AbstractGradientEngine):
             self._along = None
         return self.take(1.0)
 
-    def _product(self, loss: Tensor, direction: Tensor, weights: tuple[float, float]) -> Tensor:
+    def _product(self, loss: Tensor) -> Tensor:
         """Return w g + w' H u."""
+        assert self._along is not None
+        direction, weights = self._along
         first = torch.autograd.grad(loss, self._params, create_graph=True, allow_unused=True)
         parts = unflatten(direction.to(loss.device), self._params)
         products = [

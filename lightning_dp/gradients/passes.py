@@ -274,6 +274,7 @@ class RecordPasses:
 
     def _attached(self) -> AbstractGradientEngine:
         engine = self._choice.attach(self._module, self._params)
+        engine.loss_scale = self._loss_scale
         engine.rest()
         self._compiled = CompiledParts(
             self._module, self._params, keeps_frozen=engine.keeps_compiled
@@ -370,8 +371,14 @@ class RecordPasses:
         """Return the loss, a mean over rows, with the loss of each row times the scale."""
         if self._loss_scale == 1:
             return loss
-        self._factor = self._loss_scale * self._rows * divisor
+        self._factor = self._scale_of_mean * divisor
         return loss.float() * self._factor
+
+    @property
+    def _scale_of_mean(self) -> float:
+        """Return what a mean over rows is multiplied by, so that each row's loss has the scale."""
+        is_done = self._loss_scale == 1 or self.engine.one_record  # by the engine, of each record
+        return 1.0 if is_done else self._loss_scale * self._rows
 
     def backward(
         self,
@@ -565,7 +572,7 @@ class RecordPasses:
             self.check_loss(loss, chunk.rows)
             return self._scaled(loss)
 
-        unit = 1.0 if self._loss_scale == 1 else self._loss_scale * self._rows
+        unit = self._scale_of_mean
         weights = each.gradient / unit, each.product / unit
         with as_written(), self._watching():
             return self.engine.along(run_again, direction, weights)

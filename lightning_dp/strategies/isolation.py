@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -10,6 +11,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, NoReturn, TypeAlias, cast
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.hooks import DataHooks
@@ -20,7 +22,14 @@ from torch.utils.data import Subset, default_collate
 
 from lightning_dp._checks import MisconfigurationError
 from lightning_dp._refusals import warn
-from lightning_dp._snapshot import OWN_GENERATORS, RandomState, Snapshot, put_back, state_of
+from lightning_dp._snapshot import (
+    OWN_GENERATORS,
+    RandomState,
+    Snapshot,
+    is_same_content,
+    put_back,
+    state_of,
+)
 from lightning_dp._world import World
 from lightning_dp.boundary import Query
 from lightning_dp.gradients import ALONE, UnsupportedModelError
@@ -113,7 +122,7 @@ class IsolationWatch:
         self.fault: str | None = None
         """The reason for which nothing more may be released: what a hook between two steps did."""
         self._callbacks = _BeforeHooks(self), _AfterCallbacks(self)
-        self._handed_over: list[tuple[Any, int]] = []
+        self._handed_over: list[tuple[Any, int, Any]] | None = None
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [self._callbacks[0], *callbacks, self._callbacks[1]]
         if names := run.config.checks.public_state:
@@ -356,15 +365,22 @@ class IsolationWatch:
         return _UNEXPLAINED.format(sorted(names)[:5])
 
     def before_callbacks(self, batch: object) -> None:
-        """Note what the Trainer's callbacks are handed."""
-        self._handed_over = _leaves_and_versions(batch)
+        """Note what the Trainer's callbacks are handed, if one is of the user's."""
+        if any(map(_starts_batches, self._trainer.callbacks)):  # type: ignore[attr-defined]
+            parts = leaves(batch, rows=True)
+            self._handed_over = [(each, _version(each), _copied(each)) for each in parts]
 
     def after_callbacks(self, batch: object) -> None:
         """Note a fault if one of them has changed it: what runs once cannot be compared."""
-        before, self._handed_over = self._handed_over, []
-        now = _leaves_and_versions(batch)
+        before, self._handed_over = self._handed_over, None
+        if before is None:
+            return
+        now = leaves(batch, rows=True)
+        # By content too: what numpy and .data write is not counted.
         is_same = len(now) == len(before) and all(
-            a is b and x == y for (a, x), (b, y) in zip(now, before, strict=True)
+            leaf is given and _version(leaf) == version and is_same_content(leaf, held)
+            for leaf, (given, version, held) in zip(now, before, strict=True)
+            if leaf is not held or leaf is not given
         )
         if self._run.config.checks.comparisons and not (is_same or self._step.one_record):
             self.fault = self.fault or _EDITED
@@ -471,12 +487,8 @@ class IsolationWatch:
 
     @property
     def _is_plain(self) -> bool:
-        starts = [
-            each
-            for each in (self._module, *self._trainer.callbacks)  # type: ignore[attr-defined]
-            if is_overridden("on_train_batch_start", each)
-            and not type(each).__module__.startswith(("lightning.", "lightning_dp."))
-        ]
+        owners = (self._module, *self._trainer.callbacks)  # type: ignore[attr-defined]
+        starts = any(map(_starts_batches, owners))
         return not self._made_by and not starts and not _reads_together(self._loader)
 
     def _settings(self, *, query: Query, whole: int, seed: int, fewer: bool = True) -> Settings:
@@ -573,12 +585,25 @@ class _AfterCallbacks(Callback):
         self._watch.after_callbacks(batch)
 
 
-def _leaves_and_versions(batch: object) -> list[tuple[Any, int]]:
-    """Return the parts of a batch, and how often each was written to."""
-    return [
-        (leaf, leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0)
-        for leaf in leaves(batch, rows=True)
-    ]
+def _starts_batches(owner: object) -> bool:
+    """Return whether a module or callback has code of the user's for the start of a batch."""
+    hook = "on_train_batch_start"
+    by = (
+        getattr(getattr(owner, hook), "__module__", None) or ""
+    )  # also of a LambdaCallback's function
+    return is_overridden(hook, owner) and not by.startswith(("lightning.", "lightning_dp."))
+
+
+def _version(leaf: Any) -> int:
+    """Return how often a tensor was written to."""
+    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
+
+
+def _copied(leaf: Any) -> Any:
+    """Return a copy of what may be written to; all else is told by which object it is."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone()
+    return copy.deepcopy(leaf) if isinstance(leaf, np.ndarray | list) else leaf
 
 
 def _reads_together(loader: PrivateDataLoader) -> bool:

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset, default_collate
@@ -207,6 +209,10 @@ class CoherentAtBatchStart(Base):
         batch[0].copy_(coherent(batch[0]))
 
 
+def centres(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    batch[0].data.sub_(batch[0].mean(0))
+
+
 class AtBatchStart(L.Callback):
     """Does something with the batch that every callback is handed."""
 
@@ -218,11 +224,14 @@ class AtBatchStart(L.Callback):
 
 
 EDITS: dict[str, Callable[[Any], object]] = {
+    "centres_arrays": lambda batch: np.subtract(x := batch[0].numpy(), x.mean(0), out=x),
     "mixes_rows": lambda batch: batch[0].lerp_(batch[0].flip(0), 0.5),
     "centres_rows": lambda batch: batch[0].sub_(batch[0].mean(0)),
     "grows_rows": lambda batch: batch[0].copy_(coherent(batch[0])),
     "exchanges_rows": lambda batch: batch.__setitem__(0, batch[0] - batch[0].mean(0)),
     "exchanges_labels": lambda batch: batch.__setitem__(1, batch[1].flip(0)),
+    "centres_data": lambda batch: batch[0].data.sub_(batch[0].mean(0)),
+    "exchanges_data": lambda batch: setattr(batch[0], "data", batch[0] - batch[0].mean(0)),
 }
 READS: dict[str, Callable[[Any], object]] = {
     "the_mean": lambda batch: batch[0].mean(),
@@ -233,6 +242,9 @@ READS: dict[str, Callable[[Any], object]] = {
 }
 for name, act in EDITS.items():
     bad("callback", name, callbacks=lambda act=act: [AtBatchStart(act)])(Base)
+bad("callback", "by_a_lambda", callbacks=lambda: [LambdaCallback(on_train_batch_start=centres)])(
+    Base
+)
 for name, act in READS.items():
     ordinary("callback", name, callbacks=lambda act=act: [AtBatchStart(act)])(Base)
 

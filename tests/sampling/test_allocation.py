@@ -246,6 +246,14 @@ def test_very_small_and_large_noise_has_its_bound(z):
         assert delta(epochs(z, 100, 3), 0.0) == pytest.approx(poisson, rel=0.02)
 
 
+@pytest.mark.parametrize("to_delta", [1e-30, 1e-80, 1e-100, 1e-200, 1e-300])
+@pytest.mark.parametrize("z", [0.05, 0.06, 0.1, 0.2, 0.5])
+def test_masses_too_small_for_floats_are_not_lost(z, to_delta):
+    found = epsilon(epochs(z, 1, 1), to_delta)
+    assert found >= epsilon([(Gaussian(z), 1)], to_delta) * (1 - 1e-9)
+    assert found >= epsilon(epochs(z, 30, 1), to_delta) >= found - math.log(31)
+
+
 def test_it_composes_with_all_else_and_every_accountant_bounds_it():
     alone = epsilon(epochs(1.0, 100, 10), 1e-5)
     table = ApproximateDP(0.5, 1e-7, "add_remove", "a table")

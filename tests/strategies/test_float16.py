@@ -62,7 +62,7 @@ def gradients(model, engine, batch, *, dtype=torch.float16, size=None, divisor=1
 @pytest.mark.parametrize("divisor", [1.0, 8.0])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_gradients_are_those_of_float32(engine, divisor):
-    model, batch = net(), records(1 if engine == "one_by_one" else 30)
+    model, batch = net(), records(30)
 
     norms, total = gradients(model, engine, batch, divisor=divisor)
 
@@ -72,7 +72,7 @@ def test_gradients_are_those_of_float32(engine, divisor):
     assert not total.equal(expected)
 
 
-@pytest.mark.parametrize("engine", ENGINES[:3])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_small_gradients_are_no_zeros(engine):
     """Without the scale, these are below what float16 can hold."""
 
@@ -87,11 +87,12 @@ def test_small_gradients_are_no_zeros(engine):
             return passes.run(loss, (x, y), 30).norms() * 1e7
 
     exact, _ = gradients(net(), engine, records(30), dtype=torch.float32)
-    torch.testing.assert_close(norms(LOSS_SCALE), exact, rtol=0.05, atol=1e-3)
-    assert norms(1.0).median() < 0.5 * exact.median()
+    found = norms(LOSS_SCALE)
+    torch.testing.assert_close(found, exact, rtol=0.05, atol=1e-3)
+    assert (norms(1.0) - exact).norm() > 20 * (found - exact).norm()
 
 
-@pytest.mark.parametrize("engine", ENGINES[:3])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_record_that_overflows_contributes_zero_and_moves_nobody(engine):
     x, y = records(30)
     x[6, 0] = 100.0  # its loss is multiplied
@@ -105,7 +106,7 @@ def test_a_record_that_overflows_contributes_zero_and_moves_nobody(engine):
     torch.testing.assert_close(total, expected, rtol=5e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("engine", ENGINES[:3])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_what_overflows_depends_on_the_record_alone(engine):
     """Not on how many others its mean is over, or on accumulation: else it would be back without them."""
     x, y = records(200)
@@ -115,6 +116,19 @@ def test_what_overflows_depends_on_the_record_alone(engine):
         norms, _ = gradients(net(), engine, (x[:size], y[:size]), divisor=divisor)
         assert not norms[0].isfinite()
         assert norms[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_range_of_float32_ends_for_a_record_wherever_it_is(engine):
+    """Its gradients are kept in float32: the scale of the mean must not be put onto them."""
+
+    def norm(size):
+        model, x = nn.Linear(1, 1, bias=False), torch.ones(size, 1)
+        x[0] = 5e34
+        with RecordPasses(model, list(model.parameters()), engine, loss_scale=LOSS_SCALE) as passes:
+            return passes.run(lambda batch: model(batch[0]).mean(), (x,), size).norms()[0]
+
+    assert norm(2).isfinite() == norm(1000).isfinite()
 
 
 class Overflows(Classifier):
