@@ -410,7 +410,7 @@ class RandomAllocationEpoch(AbstractEvent):
     the sums of earlier ones: of coordinate i, each step is a post-processing (Feldman and Shenfeld 2024,
     arXiv:2412.16802). It is charged whole before its first record, and a stop inside is
     paid in full. How its loss is computed, as an upper bound: ``AllocationNode`` of
-    :mod:`lightning_dp.accounting._sampled`.
+    ``lightning_dp.accounting._sampled``.
 
     Under "add_remove" and "zero_out", in which a record has no effect at its step: the same pair.
     :attr:`pair` is that of a full batch, as if it were told which step uses whom; Rényi accounting
