@@ -30,6 +30,7 @@ class ScratchLedger(ReleaseLedger):
         *,
         keep: bool = True,
         try_first: Callable[[], object] | None = None,
+        request: bytes = b"",
     ) -> bytes:
         if try_first is not None and not self._events:
             try_first()
