@@ -302,7 +302,7 @@ FITS: dict[str, Callable[[Model, int], Cost]] = {
 def measure(
     runs: dict[str, Callable[[Model, int], T]], model: Model, steps: int, rounds: int
 ) -> dict[str, list[T]]:
-    """What every alternative that can run gives, round by round; those that cannot are left out."""
+    """Return the measurements of every alternative that can run, round by round."""
     found: dict[str, list[T]] = {name: [] for name in runs}
     for turn in range(rounds):
         for name in list(found) if turn % 2 else reversed(list(found)):

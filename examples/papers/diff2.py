@@ -53,7 +53,7 @@ TUNING, REPORTED = (1, 2), 0  # seeds of the noise
 
 @dataclass(frozen=True)
 class Size:
-    """How much is computed.
+    """Amount of computation.
 
     Args:
         points: how many settings of a method are tried (that do not diverge).
@@ -213,7 +213,7 @@ def best_split_settings(tried: dict[Setting, Trace]) -> list[Setting]:
 
 
 def storm_settings(size: Size) -> list[Setting]:
-    """As many, with 1/a in the place of T."""
+    """Return as many settings, with 1/a in the place of T."""
     return [Setting(1.0, s.clip, 1, s.diff, momentum=1 / s.interval) for s in diff2_settings(size)]
 
 

@@ -129,7 +129,7 @@ class Network:
         ]
 
     def _forward(self, params: Sequence[Tensor], records: Records) -> tuple[Tensor, ...]:
-        """What goes into softplus, what comes out with a last row of ones, and the outputs."""
+        """Return the inputs of softplus, its results with a last row of ones, and the outputs."""
         inner = params[0] @ records.x
         hidden = torch.ones(HIDDEN + 1, records.count)
         hidden[:-1] = softplus(inner)

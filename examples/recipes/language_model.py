@@ -46,7 +46,7 @@ MEMORY = Path("/proc/self/status")  # of Linux
 
 @dataclass(frozen=True)
 class Form:
-    """How large everything is.
+    """Sizes of the model, the texts and the training.
 
     Args:
         layers, heads, width, vocabulary: of GPT-2.
@@ -94,7 +94,7 @@ SMALLEST = replace(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run gave.
+    """Results of one run.
 
     Args:
         loss: of a token of the test records, in nats.

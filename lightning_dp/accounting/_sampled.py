@@ -196,9 +196,8 @@ def _mean_of(noise_multiplier: float, k: int, log_tail: float) -> _Ratios:
 
 def _joined(first: _Ratios, second: _Ratios, share: float, tail: float) -> _Ratios:
     """Return the distribution of ``share X + (1 - share) Y``, X and Y independent."""
-    near = (
-        min(first.low, second.low) > -0.7
-    )  # all ratios above a half: the difference from 1 counts
+    # Where all ratios are above a half, the difference from 1 counts.
+    near = min(first.low, second.low) > -0.7
     there, back = (np.expm1, np.log1p) if near else (np.exp, np.log)
     logs = back(share * there(first.logs)[:, None] + (1 - share) * there(second.logs))
     low, high = float(logs[0, 0]), float(logs[-1, -1])

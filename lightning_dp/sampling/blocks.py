@@ -137,26 +137,11 @@ class CyclicPoisson(AbstractBlockSampling):
     def separation(self) -> float:
         return self.bands
 
-    def plan(
-        self,
-        *,
-        num_records: int,
-        batch_size: int,
-        accumulate: int,
-        world_size: int,
-        loader_length: int,
-    ) -> BatchPlan:
-        plan = super().plan(
-            num_records=num_records,
-            batch_size=batch_size,
-            accumulate=accumulate,
-            world_size=world_size,
-            loader_length=loader_length,
-        )
+    def adapt(self, plan: BatchPlan, world_size: int) -> BatchPlan:
         if not self.bands * plan.sample_rate <= 1:
             raise RefusedSetting(
-                f"sampling={self}: each step draws from a {self.bands}th of the {num_records} records, "
-                f"which is less than a batch of {plan.expected_batch_size:g}. Use at most "
+                f"sampling={self}: each step draws from a {self.bands}th of the {plan.num_records} "
+                f"records, which is less than a batch of {plan.expected_batch_size:g}. Use at most "
                 f"{int(1 / plan.sample_rate)} bands, or a smaller batch_size.",
                 topic="fixed-order",
             )
@@ -200,9 +185,9 @@ class CyclicPoisson(AbstractBlockSampling):
 class RandomAllocation(AbstractBlockSampling):
     """Each record is in exactly one batch of an epoch of t steps, drawn uniformly for each epoch.
 
-    So an epoch sees every record once, which Poisson batches do not, and ε is a little lower than theirs
-    (1 to 6 percent, most where noise is small). An epoch is charged before its first record, and a stop
-    inside is paid in full (:class:`~lightning_dp.accounting.events.RandomAllocationEpoch`).
+    So an epoch sees every record once, which Poisson batches do not. ε is close to theirs: in general a
+    little lower where δ is small. An epoch is charged before its first record, and a stop inside is paid
+    in full (:class:`~lightning_dp.accounting.events.RandomAllocationEpoch`).
 
     - Each record draws its step by itself, so that one more or less leaves all others where they are.
       Batches have N/t records on average, not exactly: equal ones, as shuffling makes, have no such ε.
@@ -222,22 +207,7 @@ class RandomAllocation(AbstractBlockSampling):
     def follows_loader(self) -> bool:
         return True
 
-    def plan(
-        self,
-        *,
-        num_records: int,
-        batch_size: int,
-        accumulate: int,
-        world_size: int,
-        loader_length: int,
-    ) -> BatchPlan:
-        plan = super().plan(
-            num_records=num_records,
-            batch_size=batch_size,
-            accumulate=accumulate,
-            world_size=world_size,
-            loader_length=loader_length,
-        )
+    def adapt(self, plan: BatchPlan, world_size: int) -> BatchPlan:
         return replace(plan, sample_rate=1 / plan.steps_per_epoch)
 
     def window(self, batches: BatchPlan) -> int:

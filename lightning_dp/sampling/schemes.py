@@ -101,13 +101,18 @@ class AbstractSampling(ABC):
             loader_length: batches in one epoch of the user's loader on one rank.
         """
         check_sizes(num_records, batch_size)
-        return BatchPlan(
+        plan = BatchPlan(
             num_records=num_records,
             # A batch larger than the training set is the training set, as in an ordinary loader.
             sample_rate=min(1.0, batch_size * accumulate * world_size / num_records),
             chunks_per_step=accumulate,
             steps_per_epoch=math.ceil(loader_length / accumulate),
         )
+        return self.adapt(plan, world_size)
+
+    def adapt(self, plan: BatchPlan, world_size: int) -> BatchPlan:
+        """Return a plan for Poisson batches as this scheme has it; refuse one that it cannot keep to."""
+        return plan
 
     def among(self, batches: BatchPlan, world_size: int) -> AbstractSampling:
         """Return the scheme with those public numbers of a run that its event needs."""
@@ -217,22 +222,7 @@ class TruncatedPoisson(AbstractSampling):
     def follows_loader(self) -> bool:
         return True
 
-    def plan(
-        self,
-        *,
-        num_records: int,
-        batch_size: int,
-        accumulate: int,
-        world_size: int,
-        loader_length: int,
-    ) -> BatchPlan:
-        plan = super().plan(
-            num_records=num_records,
-            batch_size=batch_size,
-            accumulate=accumulate,
-            world_size=world_size,
-            loader_length=loader_length,
-        )
+    def adapt(self, plan: BatchPlan, world_size: int) -> BatchPlan:
         mean = plan.expected_batch_size / world_size
         if not self.limit > mean:
             raise RefusedSetting(

@@ -588,9 +588,8 @@ class _AfterCallbacks(Callback):
 def _starts_batches(owner: object) -> bool:
     """Return whether a module or callback has code of the user's for the start of a batch."""
     hook = "on_train_batch_start"
-    by = (
-        getattr(getattr(owner, hook), "__module__", None) or ""
-    )  # also of a LambdaCallback's function
+    # Of the function, not of the class: a LambdaCallback's is the user's.
+    by = getattr(getattr(owner, hook), "__module__", None) or ""
     return is_overridden(hook, owner) and not by.startswith(("lightning.", "lightning_dp."))
 
 

@@ -197,7 +197,7 @@ def test_sampling_amplifies_nothing_where_the_client_is_the_unit(name, tmp_path)
 
 
 class Fails(LogCosh):
-    """As a training_step that raises where a record's loss is large."""
+    """Records whose gradients fail where a loss is large, as a training_step may."""
 
     limit, error = -math.inf, OverflowError("a value of a record")
 

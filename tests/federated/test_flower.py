@@ -733,7 +733,7 @@ def test_a_node_of_another_federation_is_refused_with_the_cure(tmp_path, log):
 
 
 def test_a_node_that_comes_back_with_a_new_id_takes_its_number_when_the_old_one_has_left():
-    """As a SuperNode does that was killed: Flower still lists the old node for a while."""
+    """Connect again like a killed SuperNode: Flower still lists the old node for a while."""
     grid = LoopbackGrid(Node(), 1)
     exchange = Exchange(grid, 1, "trial", "", ttl=60.0, poll_interval=0.0)
     old = grid._nodes[100]
