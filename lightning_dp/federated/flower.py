@@ -313,7 +313,7 @@ def server_app(
                 machine.load_state_dict(saved["state"])
         metrics = (lambda: evaluate(context, module)) if evaluate else dict[str, float]
         exchange = Exchange(grid, count, run, fingerprint(module), ttl, poll_interval)
-        book = Logbook(place, run, is_new=saved is None)
+        book = Logbook(place, run, saved is None, machine.hides_clients)
         _ServerRun(run, machine, module, params, metrics, exchange, place, book).to_the_end()
 
     return app
@@ -610,7 +610,7 @@ class _ServerRun:
                 self.logbook.add_problem(problem)
                 if problem.client is not None:
                     self.attendance.fail(problem.client)
-            now, left_out = time.monotonic(), set[int]()
+            now, left_out, has_moved = time.monotonic(), set[int](), False
             is_lost = not any(applied) and now - heard_at > quorum.patience
             if machine.stage == stage and (
                 is_lost or self.attendance.is_over(machine.awaited, now)
@@ -619,8 +619,10 @@ class _ServerRun:
                 self.logbook.add_absences(stage[0], left_out)
             if machine.stage != stage:
                 stage = machine.stage
-                self.attendance.begin(now, left_out)
-            if any(applied) or left_out:
+                # Else whether the next round waits for one client would depend on others.
+                self.attendance.begin(now, () if machine.hides_clients else left_out)
+                has_moved = True
+            if any(applied) or has_moved:
                 self._is_saved = False
                 if machine.round != published:
                     published = machine.round
@@ -667,7 +669,8 @@ class _ServerRun:
             values = unflatten(self.machine.point, self.params)
             for param, value in zip(self.params, values, strict=True):
                 param.copy_(value)
-        self.logbook.add_model(self.machine.round, self.metrics())
+        epsilon = self.machine.facts.get("epsilon")
+        self.logbook.add_model(self.machine.round, self.metrics(), epsilon)
         if time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + _BETWEEN_LINES
             _console.info(self.logbook.line(self.machine.round))

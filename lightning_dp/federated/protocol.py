@@ -253,6 +253,16 @@ class AbstractServer(ABC):
         """The clients that have no budget left, and are asked no more."""
         return set()
 
+    @property
+    def hides_clients(self) -> bool:
+        """True where ε counts on nobody's learning who was asked, late or present."""
+        return False
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Public facts about the run, for its report."""
+        return {}
+
     def leave_out(self) -> set[int]:
         """End the stage without those who are awaited, if it has its quorum; return who they were."""
         return set()
