@@ -39,11 +39,11 @@ from lightning_dp.federated.ledger import ReleaseLedger, check_budget
 from lightning_dp.federated.protocol import (
     MAJORITY,
     REFUSED,
+    AbstractServer,
     Fact,
     Message,
     MessageError,
     Quorum,
-    QuorumServer,
     Records,
     norm_bound,
 )
@@ -449,7 +449,7 @@ class AsyncClient(RoundClient):
 
 
 @dataclass
-class AsyncServer(QuorumServer):
+class AsyncServer(AbstractServer):
     """v̂ ← ``plan.move(v̂, i, U, c)`` for each update (i, c, U), as they come, each once.
 
     With an :class:`AsyncPlan` that is v̂ - η̄_i U; with a
@@ -605,7 +605,6 @@ class AsyncServer(QuorumServer):
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
         self._applied = list(state["applied"])
-        done = (i for n in self._applied for i in range(n))  # where nobody could be left out
-        self._counts = Counter(state.get("counts", done))
+        self._counts = Counter(state["counts"])
         self._end_round()
         self._broadcast, self._encoded = state["broadcast"].clone(), b""

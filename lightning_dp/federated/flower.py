@@ -302,7 +302,7 @@ def server_app(
         run = saved["run"] if saved else name or secrets.token_hex(8)
         machine = protocol(context, run, flatten(params).to(flat_dtype(params)))
         instance("protocol(...)", machine, AbstractServer)  # type: ignore[type-abstract]
-        if (own := getattr(machine, "num_clients", count)) != count:
+        if (own := machine.num_clients) != count:
             raise RefusedSetting(
                 f"num_clients={count} of server_app() is not num_clients={own} of the server that "
                 "protocol makes. Give both the number of clients.",

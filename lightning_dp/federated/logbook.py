@@ -19,9 +19,7 @@ from lightning_dp.federated.protocol import AbstractServer
 from lightning_dp.plotting import plot_federation, svg
 
 _log = logging.getLogger("lightning_dp.federated")
-_private = logging.getLogger(
-    "lightning_dp.federated.private"
-)  # the handlers are the server's choice
+_private = logging.getLogger("lightning_dp.federated.private")  # has the handlers it is given
 _private.propagate = False
 _private.addHandler(logging.NullHandler())
 
@@ -33,8 +31,8 @@ _ANNEX = """
 - Who answered and who was left out is public here; no ε covers it.
 """
 _SAMPLED = """
-- ε = {epsilon} at δ = {delta}, {relation}, of a whole client, by all runs over the list of clients,
-  from the server's ledger. It is for who sees released models alone, and not who was drawn, late or present.
+- ε = {epsilon} at δ = {delta}, {relation}, of a whole client, by all runs over the list of clients, from
+  the server's ledger: for who sees released models alone, and not who was drawn, late or present.
 """
 
 

@@ -32,7 +32,6 @@ __all__ = [
     "Message",
     "MessageError",
     "Quorum",
-    "QuorumServer",
     "Records",
     "check_records",
     "norm_bound",
@@ -220,14 +219,29 @@ class AbstractServer(ABC):
       the server may die, it must be saved before a request leaves that was made from a new state
       (:attr:`round` has changed), so that the server is never behind a client; and before anybody
       sees its :attr:`point`, so that one that noises draws no second noise for it.
+
+    A subclass gives ``run``, the first model ``start``, ``num_clients`` and a ``quorum``, and calls
+    :meth:`_begin`; clients without budget leave.
     """
 
+    run: str
+    start: Tensor
+    num_clients: int
     quorum: Quorum = MAJORITY
+    _settings: ClassVar[tuple[str, ...]] = ()  # further ones that a resumed run must have
+
+    def _begin(self) -> None:
+        """Check the first model and the quorum, and begin with them."""
+        start = instance("start", self.start, Tensor)
+        if start.dim() != 1 or not is_finite(start):
+            raise ValueError("start must be a vector of finite numbers.")
+        self._least = instance("quorum", self.quorum, Quorum).least(self.num_clients)
+        self._point, self._left = start.detach().clone(), set[int]()
 
     @property
-    @abstractmethod
     def point(self) -> Tensor:
         """A copy of the global model, its trained parameters as one flat vector."""
+        return self._point.clone()
 
     @property
     @abstractmethod
@@ -244,14 +258,20 @@ class AbstractServer(ABC):
         return (self.round,)
 
     @property
+    @abstractmethod
     def awaited(self) -> set[int]:
         """The clients without whose replies the present stage does not end."""
-        return set()
 
     @property
     def refused(self) -> set[int]:
         """The clients that have no budget left, and are asked no more."""
-        return set()
+        return set(self._left)
+
+    def _end_of_budgets(self) -> str:
+        """Return the reason to end where too few clients have budget; empty if there are enough."""
+        staying = self.num_clients - len(self._left)
+        few = f"{staying} of the clients have budget left, and a round needs {self._least}"
+        return few if staying < self._least else ""
 
     @property
     def hides_clients(self) -> bool:
@@ -263,9 +283,9 @@ class AbstractServer(ABC):
         """Public facts about the run, for its report."""
         return {}
 
+    @abstractmethod
     def leave_out(self) -> set[int]:
         """End the stage without those who are awaited, if it has its quorum; return who they were."""
-        return set()
 
     @property
     def is_done(self) -> bool:
@@ -301,45 +321,6 @@ class AbstractServer(ABC):
         """Return what the plan's rounds so far cost a record of a client with so many; None: unknown."""
         return None
 
-    @abstractmethod
-    def state_dict(self) -> State:
-        """Return tensors, numbers, strings, lists and dicts, to be read with ``weights_only=True``."""
-
-    @abstractmethod
-    def load_state_dict(self, state: State) -> None:
-        """Go on from there. Raises ValueError if the configuration was another."""
-
-
-class QuorumServer(AbstractServer):
-    """A server with a model, a quorum of its clients, and clients that leave without budget."""
-
-    run: str
-    start: Tensor
-    num_clients: int
-    _settings: ClassVar[tuple[str, ...]] = ()  # further ones that a resumed run must have
-
-    def _begin(self) -> None:
-        """Check the first model and the quorum, and begin with them."""
-        start = instance("start", self.start, Tensor)
-        if start.dim() != 1 or not is_finite(start):
-            raise ValueError("start must be a vector of finite numbers.")
-        self._least = instance("quorum", self.quorum, Quorum).least(self.num_clients)
-        self._point, self._left = start.detach().clone(), set[int]()
-
-    @property
-    def point(self) -> Tensor:
-        return self._point.clone()
-
-    @property
-    def refused(self) -> set[int]:
-        return set(self._left)
-
-    def _end_of_budgets(self) -> str:
-        """Return the reason to end where too few clients have budget; empty if there are enough."""
-        staying = self.num_clients - len(self._left)
-        few = f"{staying} of the clients have budget left, and a round needs {self._least}"
-        return few if staying < self._least else ""
-
     def _read(
         self, client: int, reply: bytes, numbers: tuple[str, ...], vectors: Mapping[str, str]
     ) -> Message:
@@ -370,16 +351,17 @@ class QuorumServer(AbstractServer):
         return message
 
     def state_dict(self) -> State:
+        """Return tensors, numbers, strings, lists and dicts, to be read with ``weights_only=True``."""
         return {
             "configuration": config_dict(self._configuration),
             "point": self._point.clone(),
-            "left": sorted(self._left),
+            "left": [] if self.hides_clients else sorted(self._left),  # or they refuse again
         }
 
     def load_state_dict(self, state: State) -> None:
-        earlier = {"quorum": MAJORITY}  # versions before it had a quorum wrote none
-        check_same(state["configuration"], self._configuration, earlier.get)
-        self._point, self._left = state["point"].clone(), set(state.get("left", ()))
+        """Go on from there. Raises ValueError if the configuration was another."""
+        check_same(state["configuration"], self._configuration)
+        self._point, self._left = state["point"].clone(), set(state["left"])
 
     @property
     def _configuration(self) -> dict[str, object]:

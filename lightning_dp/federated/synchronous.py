@@ -51,10 +51,10 @@ from lightning_dp.federated.ledger import ReleaseLedger, Spending
 from lightning_dp.federated.protocol import (
     MAJORITY,
     REFUSED,
+    AbstractServer,
     Message,
     MessageError,
     Quorum,
-    QuorumServer,
     Records,
     norm_bound,
 )
@@ -223,7 +223,7 @@ class ClientSampling:
 
 
 @dataclass
-class SynchronousServer(QuorumServer):
+class SynchronousServer(AbstractServer):
     """x_(t+1) = x_t - η v_t, where v_t is an estimator's from the sum of all clients' answers.
 
     At step t the estimator asks all clients the same query. Either
@@ -552,14 +552,14 @@ class SynchronousServer(QuorumServer):
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
-        self._local, self._name = state["local"], str(state.get("name", self._name))
+        self._local, self._name = state["local"], str(state["name"])
         step, part = self._place = int(state["step"]), int(state["part"])
         # Where a worker goes on alone, the step's queries have all been answered.
         following = (step, part) if self._local is None else (step + 1, 0)
         self._driver = Driver(self.plan.estimator, state["estimator"], *following)
         self._reason, self._query, self._encoded = str(state["reason"]), None, ((), b"")
         self._ask()
-        self._missed = set(state.get("missed", ()))
+        self._missed = set(state["missed"])
 
 
 def _check_plan(plan: NoisePlan, noise: str) -> None:

@@ -14,10 +14,10 @@ import pytest
 import torch
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.pld import PLDAccountant as Theirs
+from loopback import LoopbackGrid
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from loopback import LoopbackGrid
 from lightning_dp import Constant, Diff2, FullBatch, MeanGradient, Poisson, Query, Term
 from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian
 from lightning_dp.federated.flower import client_app, server_app
@@ -233,7 +233,11 @@ def test_the_mean_is_over_the_expected_number_of_clients(tmp_path):
 def test_a_server_that_dies_asks_those_that_it_drew(tmp_path):
     plan, drawn = plan_of(1.0), sampling(tmp_path)
     machine = server(plan, sampling=drawn)
+    machine._left = {4}
     who, state = machine.awaited, machine.state_dict()
+    assert not state["left"]
+    machine._left = set()
+    who |= machine.awaited
     again = server(plan, sampling=drawn)
     again.load_state_dict(state)
     assert again.awaited == who and drawn.ledger.history() == [(PoissonGaussian(1.0, 0.5), 1)]
