@@ -275,7 +275,8 @@ def crashed_plan(written: JournalContent, known: Charges, ahead: int = 0) -> Pla
     plans = [written.plans[run] for run in (of_checkpoint, *later) if run in written.plans]
     if len(plans) <= len(later) or any(plan.is_ended for plan in plans):
         return None  # some run has none
-    made, goal = known.steps_of(of_checkpoint) - ahead, (plans[0].target_epsilon, plans[0].last_step)
+    made = known.steps_of(of_checkpoint) - ahead
+    goal = (plans[0].target_epsilon, plans[0].last_step)
     if sum(written.runs.steps_of(run) for run in (of_checkpoint, *later)) == made:
         return None  # nothing was lost
     is_latest = plans[0].saved <= made and not any(plan.saved for plan in plans[1:])
