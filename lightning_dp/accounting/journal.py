@@ -665,8 +665,8 @@ class Progress:
 
     ``limit`` was found when other runs had made ``others`` charges. When this was written, the
     journal of data set ``dataset`` held ``charged`` charges of the run, whose ε is about the ``unit``
-    (None: an older version of this package did not write it down). ``failed`` is the hash of the request
-    for which the next part failed.
+    (None: an older version of this package did not write it down). ``only`` is the hash of the one
+    request that the latest part is made for again: it failed, or left without noise.
     """
 
     run: str
@@ -679,7 +679,7 @@ class Progress:
     dataset: str | None = None
     charged: int | None = None
     unit: str | None = None
-    failed: str = ""
+    only: str = ""
 
     @classmethod
     def read(cls, path: Path, state: dict[str, Any]) -> Progress:
