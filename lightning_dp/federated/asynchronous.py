@@ -214,8 +214,8 @@ class AsyncPlan(RoundPlan):
 
     Example:
         >>> plan = AsyncPlan(9, PolynomialSizes(a=100, first=1), InverseSteps(0.1, beta=0.001), lag=2)
-        >>> plan.gradients_before(3), plan.step_size(3)
-        (600, 0.0625)
+        >>> plan.step_size(3)
+        0.0625
     """
 
     rounds: int
@@ -246,7 +246,7 @@ class AsyncPlan(RoundPlan):
 
     def step_size(self, i: int) -> float:
         """η̄_i."""
-        return self.steps(self.gradients_before(i))
+        return self.steps(self._before[i])
 
     def coordinates(self, i: int, size: int) -> Tensor | None:
         """Return the coordinates that an update of round i has, of ``size``; None for all."""
@@ -306,8 +306,8 @@ class ClientPrivacy:
         ValueError: naming the argument that is out of its range.
 
     Example:
-        >>> ClientPrivacy(0.1, noise_multiplier=8.0, target_epsilon=1.0, target_delta=5.5e-8).is_private
-        True
+        >>> ClientPrivacy(0.1, noise_multiplier=8.0, target_epsilon=1.0).noise(3)
+        8.0
     """
 
     max_grad_norm: float
@@ -330,11 +330,6 @@ class ClientPrivacy:
         return (
             self.noise_multiplier(i) if callable(self.noise_multiplier) else self.noise_multiplier
         )
-
-    @property
-    def is_private(self) -> bool:
-        """True if any noise is meant to be added, enough of it or not."""
-        return callable(self.noise_multiplier) or self.noise_multiplier > 0
 
 
 class RoundClient(Client):
@@ -456,14 +451,10 @@ class AsyncServer(AbstractServer):
     :class:`~lightning_dp.federated.cubic_newton.CubicNewtonPlan`, whose d is 1, synchronous DP-FCRN.
 
     - Round k is over when all clients' updates of round k are in v̂, or its ``quorum`` has them and
-      the others are left out: their updates of round k are zero, however late they come.
-    - Client c may do round i while i < k + d. So no client is more than d rounds ahead.
+      the others are left out: their updates of round k are zero. Client c may do round i < k + d.
     - A request brings the model as it was when round k - 1 ended; to a client that is further
       ahead, as it is now. So it has all of this client's updates.
-    - A client without budget leaves; the others go on, as long as they are a quorum.
-    - An update longer than ``plan.bound`` is refused.
-
-    The order of the updates changes v̂ by rounding only.
+    - A client without budget leaves. An update longer than ``plan.bound`` is refused.
 
     van Dijk et al. (2020), Algorithm 2.1 and the server in Supplemental Material A.
 
@@ -513,7 +504,6 @@ class AsyncServer(AbstractServer):
 
     @property
     def round(self) -> int:
-        """k; the rounds below are over."""
         return self._round
 
     @property

@@ -72,10 +72,6 @@ def client_app(
 ) -> ClientApp:
     """Return Flower's ClientApp that answers the requests of a protocol.
 
-    The same app runs in a simulation, where processes serve several clients in turn, and under a
-    SuperNode, which starts a process for every message. What must outlast a process is in the
-    client's ledger, on disk before a reply leaves; Flower's ``context.state`` is not used.
-
     - Requests to one client are answered one after another, by a lock next to its ledger, also
       when an expired message is still being worked on.
     - An exception never leaves the client, since its message may tell of records: the server reads
@@ -243,11 +239,9 @@ def server_app(
       for too long ends with the latest model, and goes on if it is started again.
     - The server's state is saved to ``server.pt`` before a request leaves that rests on it, or its
       model is evaluated: if the run dies, a new one with the same ``folder`` goes on from there.
-    - TensorBoard files and ``rounds.csv`` (who was there, and claimed which ε) are in ``folder``, and at
-      the end ``model.pt``, the module's ``state_dict``, and also of a run that fails ``federation.json``
-      and the page ``federation.md`` with a picture. ``epsilon`` of a client is what it claims, and
-      ``epsilon_of_plan`` what the rounds cost by the plan, where that is known. A claim that falls is
-      logged: that client's ledger was lost, or is another one.
+    - In ``folder`` are the files of the :class:`~lightning_dp.federated.logbook.Logbook`, and at the end
+      ``model.pt``, the module's ``state_dict``. ``epsilon`` of a client is what it claims, and
+      ``epsilon_of_plan`` what the rounds cost by the plan, if it is known. A claim that falls is logged.
 
     Assign the result at module level: Flower looks for it there.
 
@@ -313,7 +307,7 @@ def server_app(
                 machine.load_state_dict(saved["state"])
         metrics = (lambda: evaluate(context, module)) if evaluate else dict[str, float]
         exchange = Exchange(grid, count, run, fingerprint(module), ttl, poll_interval)
-        book = Logbook(place, run, saved is None, machine.hides_clients)
+        book = Logbook(place, run, is_new=saved is None)
         _ServerRun(run, machine, module, params, metrics, exchange, place, book).to_the_end()
 
     return app
@@ -340,10 +334,9 @@ class _Flight(NamedTuple):
 class Exchange:
     """Finds the clients' nodes, sends, and collects what comes back, in any order.
 
-    - Never two messages are in flight to one node.
+    - Never two messages are in flight to one node; a reply that nobody waits for is dropped.
     - A lost, expired, failed or unreadable message is noted. The next message to that node waits,
       longer and longer, until a reply is applied.
-    - A reply that nobody waits for (a duplicate, or one that comes after its time) is dropped.
     - A client's number belongs to the first node that names it, until Flower no longer lists that
       node. Another one that names it is asked again later: a node that was killed and started
       again has a new id, and takes its place when the old one is gone.
@@ -610,7 +603,7 @@ class _ServerRun:
                 self.logbook.add_problem(problem)
                 if problem.client is not None:
                     self.attendance.fail(problem.client)
-            now, left_out, has_moved = time.monotonic(), set[int](), False
+            now, left_out = time.monotonic(), set[int]()
             is_lost = not any(applied) and now - heard_at > quorum.patience
             if machine.stage == stage and (
                 is_lost or self.attendance.is_over(machine.awaited, now)
@@ -619,10 +612,8 @@ class _ServerRun:
                 self.logbook.add_absences(stage[0], left_out)
             if machine.stage != stage:
                 stage = machine.stage
-                # Else whether the next round waits for one client would depend on others.
-                self.attendance.begin(now, () if machine.hides_clients else left_out)
-                has_moved = True
-            if any(applied) or has_moved:
+                self.attendance.begin(now, left_out)
+            if any(applied) or left_out:
                 self._is_saved = False
                 if machine.round != published:
                     published = machine.round
@@ -669,8 +660,7 @@ class _ServerRun:
             values = unflatten(self.machine.point, self.params)
             for param, value in zip(self.params, values, strict=True):
                 param.copy_(value)
-        epsilon = self.machine.facts.get("epsilon")
-        self.logbook.add_model(self.machine.round, self.metrics(), epsilon)
+        self.logbook.add_model(self.machine.round, self.metrics())
         if time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + _BETWEEN_LINES
             _console.info(self.logbook.line(self.machine.round))

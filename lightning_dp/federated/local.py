@@ -180,17 +180,6 @@ class ModuleRecords(ABC):
         batch = module.transfer_batch_to_device(batch, self._device, 0)
         return module.on_after_batch_transfer(batch, 0)
 
-    @staticmethod
-    def _distinct(records: Sequence[int]) -> list[int]:
-        """Return positions as integers. Raises ValueError if a record occurs twice."""
-        records = [int(record) for record in records]
-        if len(set(records)) != len(records):
-            raise RefusedSetting(
-                "A record occurs twice in one batch, so it would count twice.",
-                topic="repeated-records",
-            )
-        return records
-
     def _clipped_whole(self, total: Tensor, clip_norm: float) -> BoundedSum:
         """Return a vector of the whole client, the only "record" of a sum with this bound."""
         return bounded_sum(MaterialisedGradients([total], [total.unsqueeze(0)], 1.0), clip_norm)
@@ -322,7 +311,12 @@ class LocalRecords(ModuleRecords):
             VoidedRunError: if a chunk of records gives no gradient.
             ValueError: if a record occurs twice.
         """
-        records = self._distinct(records)
+        records = [int(record) for record in records]
+        if len(set(records)) != len(records):
+            raise RefusedSetting(
+                "A record occurs twice in one batch, so it would count twice.",
+                topic="repeated-records",
+            )
         # Of a whole client, the records have no bound: their sum gets one, as the client's part.
         of_all = replace(query, clip_norm=math.inf, noise_multiplier=0.0)
         asked = query if self.unit == "record" else of_all

@@ -28,35 +28,27 @@ class LocalUpdates(ModuleRecords):
     u(x) = x - x', where x' is the model after some epochs of an optimizer from x on the chosen records.
     A query is answered with :math:`\mathrm{clip}_R(P_c \sum_k w_k\, u(x_k))`. With
     :class:`~lightning_dp.MeanGradient`, ``SynchronousServer(noise="server")``, a learning rate of 1
-    and the number of clients for ``num_records`` this is DP-FedAvg.
-
-    R depends on what is hidden, so that in both cases the noise is z times what that moves:
+    and the number of clients for ``num_records`` this is DP-FedAvg (McMahan, Ramage, Talwar and Zhang,
+    2018, Algorithm 1). In both cases of R the noise is z times what the unit moves:
 
     - unit="client", R = C. The client takes part or counts as zero, so it moves the sum over all
-      clients by at most C, whatever the update does with its records.
-    - unit="record", R = C/2. Let D' be D with other records: u(D) and u(D') may have nothing in
-      common, but ‖clip_R(u(D)) - clip_R(u(D'))‖ <= 2 R = C. The random order of the records is
-      independent of them, so this holds for each order. If the client's batch of the round is a
-      Poisson sample at rate q, then, the others fixed, one record is in it with probability q: a
-      mixture of two Gaussians at most C apart, which is the event that is charged. Of a full batch,
-      the same bound holds for all records of one user, who must be at one client only.
+      clients by at most C.
+    - unit="record", R = C/2. With other records u may have nothing in common with what it was, but
+      ‖clip_R(u) - clip_R(u')‖ <= 2 R = C, for each order of the records. If the batch of the round is
+      a Poisson sample at rate q, then, the others fixed, one record is in it with probability q: a
+      mixture of two Gaussians at most C apart, which is what is charged. Of a full batch, the bound
+      holds for all records of one user, too, who must be at one client only.
 
-    An update that is not finite counts as zero. There is no Trainer, as in ``LocalRecords``; an
-    optimizer begins anew in each round, and the model and its buffers are as before after it. The loss
-    may mix records.
-
-    McMahan, Ramage, Talwar and Zhang, Learning Differentially Private Recurrent Language Models
-    (2018), Algorithm 1.
+    An update that is not finite counts as zero. There is no Trainer, as in ``LocalRecords``; the
+    optimizer begins anew in each round, and nothing of a round stays on the module. The loss may mix
+    records.
 
     Args:
-        module: trained in its parameters with ``requires_grad``.
-        records: a map-style data set, or the training loader, whose ``collate_fn`` is used.
+        module, records, device, try_first: as in ``LocalRecords``.
         optimizer: makes the optimizer of a round from the parameters.
         epochs: E >= 1, over the batch of the round.
         unit: see above.
         chunk_size: records of a local step; default the loader's batch size, else 64.
-        device: where the module runs.
-        try_first: before the first charge, make a local step of a copy on synthetic records.
 
     Raises:
         MisconfigurationException: for a module without a loss of its own, or data without a length.
@@ -99,11 +91,10 @@ class LocalUpdates(ModuleRecords):
 
     def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
         """Return the clipped update of these records. Sensitive until it is noised."""
-        records = self._distinct(records)
         total = torch.zeros_like(self.point)
         for term in query.terms:
             point = self.point if term.point is None else term.point
-            total += term.weight * self._update(point, records)
+            total += term.weight * self._update(point, list(records))
         if query.coordinates is not None:
             total = total[query.coordinates]
         if self.unit == "client":

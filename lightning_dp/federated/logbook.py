@@ -19,9 +19,6 @@ from lightning_dp.federated.protocol import AbstractServer
 from lightning_dp.plotting import plot_federation, svg
 
 _log = logging.getLogger("lightning_dp.federated")
-_private = logging.getLogger("lightning_dp.federated.private")  # has the handlers it is given
-_private.propagate = False
-_private.addHandler(logging.NullHandler())
 
 _COLUMNS = ("round", "client", "answered", "epsilon")
 _UNITS = {"record": "its records", "client": "its data as a whole"}
@@ -29,10 +26,6 @@ _ANNEX = """
 - ε is what each client claims, from its own ledger: about {units}, by all runs over its data.
   By the plan: what this run's rounds cost at the noise that was agreed on, where it was.
 - Who answered and who was left out is public here; no ε covers it.
-"""
-_SAMPLED = """
-- ε = {epsilon} at δ = {delta}, {relation}, of a whole client, by all runs over the list of clients, from
-  the server's ledger: for who sees released models alone, and not who was drawn, late or present.
 """
 
 
@@ -66,13 +59,9 @@ class Logbook:
         folder: made if it does not exist.
         run: the name of the federation.
         is_new: False for one that goes on in this folder.
-        hides_clients: of the server: then nothing about single clients is written, or counted. It goes
-            to the logger ``lightning_dp.federated.private``, which has no handler of its own.
     """
 
-    def __init__(
-        self, folder: Path, run: str, is_new: bool = True, hides_clients: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, run: str, is_new: bool = True) -> None:
         from torch.utils.tensorboard import SummaryWriter  # clients need none
 
         self._writer = SummaryWriter(str(folder))
@@ -83,17 +72,15 @@ class Logbook:
         is_new = not self._rounds.exists()
         with open(self._rounds, "w" if is_new else "a", encoding="utf-8") as file:
             file.write((",".join(_COLUMNS) if is_new else "") + "\n")  # or ends half a line
-        self._folder, self._run, self._hides = folder, run, hides_clients
+        self._folder, self._run = folder, run
         self._clients: dict[int, dict[str, Any]] = {}
         self._metrics: dict[str, float] = {}
-        self._counts = Counter({} if hides_clients else {"replies": 0, "problems": 0})
+        self._counts: Counter[str] = Counter(replies=0, problems=0)
         self.problems: dict[str, str] = {}
         """The latest problem of each sender, since its reply was applied."""
 
     def add_client(self, client: int, facts: Mapping[str, Any]) -> None:
         """Note the facts of a client."""
-        if self._hides:
-            return
         before = self._clients.get(client, {})
         self._clients[client] = {**before, **facts, "client": client}
         if facts.get("epsilon", math.inf) < before.get("epsilon", 0.0):
@@ -104,9 +91,6 @@ class Logbook:
 
     def add_reply(self, round_: int, client: int, facts: Mapping[str, Any], answered: bool) -> None:
         """Count the reply of a client that was applied, an answer or its refusal, and note its facts."""
-        if self._hides:
-            _private.info("Round %d: client %d replies, answered=%s", round_, client, answered)
-            return
         self.add_client(client, facts)
         self.problems.pop(f"Client {client}", None)
         self._counts["replies"] += 1
@@ -117,9 +101,6 @@ class Logbook:
     def add_problem(self, problem: Problem) -> None:
         """Count and log a problem: each of a client, and those of a node that are new."""
         sender, client, text = problem
-        if self._hides:
-            _private.warning("%s: %s. Asking again.", sender, text.rstrip("."))
-            return
         if client is not None or self.problems.get(sender) != text:
             _log.warning("%s: %s. Asking again.", sender, text.rstrip("."))
         self.problems[sender] = text
@@ -128,25 +109,18 @@ class Logbook:
     def add_absences(self, round_: int, clients: Iterable[int]) -> None:
         """Log each client that a round goes on without, and its latest problem."""
         for client in sorted(clients):
-            if self._hides:
-                _private.warning("Round %d goes on without client %d.", round_, client)
-                continue
             problem = self.problems.get(f"Client {client}", "it has not replied")
             _log.warning("Round %d goes on without client %d: %s", round_, client, problem)
             self._counts["left out"] += 1
             self._add_line(Presence(round_, client, False, math.nan))
 
-    def add_model(
-        self, step: int, metrics: Mapping[str, float], epsilon: float | None = None
-    ) -> None:
+    def add_model(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a new global model."""
         self._metrics = {name: float(value) for name, value in metrics.items()}
         scalars = {f"global/{name}": value for name, value in self._metrics.items()}
         scalars |= {f"progress/{name}": count for name, count in self._counts.items()}
         if claims := self._claims:
             scalars["privacy/epsilon_max"] = max(claims)
-        if epsilon is not None:
-            scalars["privacy/epsilon"] = epsilon
         for name, value in scalars.items():
             self._scalar(name, value, step)
         self._writer.flush()
@@ -173,7 +147,7 @@ class Logbook:
             "run": self._run,
             "rounds": machine.round,
             "ended": reason,
-            **_json(machine.facts),
+            "seeded": getattr(machine, "seed", None) is not None,
             "metrics": _json(self._metrics),
             **self._counts,
             "clients": clients,
@@ -224,26 +198,16 @@ def federation_page(summary: Mapping[str, Any], attendance: Iterable[Presence]) 
             answered[presence.client] += 1
         else:
             absent.setdefault(presence.client, []).append(presence.round)
-    counts = ("rounds", "replies", "problems", "left out")
-    numbers = [f"{summary[name]} {name}" for name in counts if name in summary]
+    numbers = [f"{count} {name}" for name, count in summary.items() if type(count) is int]
     numbers += [f"{name} {value}" for name, value in summary["metrics"].items()]
     lines = [
         f"# Federation `{summary['run']}`\n",
         f"{', '.join(numbers)}. It ended: {summary['ended']}.\n",
-    ]
-    remarks = list[str]()
-    if summary.get("seeded") is True:
-        remarks.append("- The server draws repeatable noise: a test, which protects nobody.")
-    if "epsilon" in summary:  # of the server's ledger: no client may be named
-        facts = {name: _number(summary, name) for name in ("epsilon", "delta")}
-        annex = _SAMPLED.format(**facts, relation=summary["relation"])
-        return "\n".join([*lines, annex + "\n".join(remarks)]).rstrip() + "\n"
-    lines += [
         "![ε of each client over the rounds, and who was there](federation.svg)\n",
         "| client | records | ε | ε by the plan | at | rounds answered | left out of rounds |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    units = set[str]()
+    units, remarks = set[str](), list[str]()
     for name in sorted({*summary["clients"], *map(str, (*answered, *absent))}, key=int):
         facts, client = summary["clients"].get(name, {}), int(name)
         unit = facts.get("unit") if facts.get("unit") in _UNITS else "unknown unit"
@@ -260,6 +224,8 @@ def federation_page(summary: Mapping[str, Any], attendance: Iterable[Presence]) 
             )
         if facts.get("trusts_server") is True:
             remarks.append(f"- Client {name} gave the server sums without noise, which it noised.")
+    if summary.get("seeded") is True:
+        remarks.append("- The server draws repeatable noise: a test, which protects nobody.")
     annex = _ANNEX.format(units=" or ".join(sorted(units)) or "its data")
     return "\n".join([*lines, annex + "\n".join(remarks)]).rstrip() + "\n"
 

@@ -273,16 +273,6 @@ class AbstractServer(ABC):
         few = f"{staying} of the clients have budget left, and a round needs {self._least}"
         return few if staying < self._least else ""
 
-    @property
-    def hides_clients(self) -> bool:
-        """True where ε counts on nobody's learning who was asked, late or present."""
-        return False
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Public facts about the run, for its report."""
-        return {}
-
     @abstractmethod
     def leave_out(self) -> set[int]:
         """End the stage without those who are awaited, if it has its quorum; return who they were."""
@@ -355,7 +345,7 @@ class AbstractServer(ABC):
         return {
             "configuration": config_dict(self._configuration),
             "point": self._point.clone(),
-            "left": [] if self.hides_clients else sorted(self._left),  # or they refuse again
+            "left": sorted(self._left),
         }
 
     def load_state_dict(self, state: State) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -47,7 +46,7 @@ from lightning_dp.federated.client import (
     noised_sum,
     parts,
 )
-from lightning_dp.federated.ledger import ReleaseLedger, Spending
+from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.protocol import (
     MAJORITY,
     REFUSED,
@@ -59,11 +58,10 @@ from lightning_dp.federated.protocol import (
     norm_bound,
 )
 from lightning_dp.functional import is_finite
-from lightning_dp.mechanism import BudgetExhausted
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import FullBatch, Poisson
 
-__all__ = ["BVRLSGD", "ClientSampling", "QueryClient", "SynchronousServer"]
+__all__ = ["BVRLSGD", "QueryClient", "SynchronousServer"]
 
 _QUERY, _ANSWER, _LOCAL, _WALKED = "query", "answer", "local", "walked"
 _PLACE, _VECTORS = ("round", "part"), {_ANSWER: "sum", _WALKED: "x"}
@@ -158,67 +156,6 @@ class BVRLSGD:
         return round_number % workers
 
 
-# -- client sampling ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ClientSampling:
-    """The draw of a round's clients from a public list, and the central ledger that it is charged to.
-
-    Each of the clients 0, ..., P - 1 is drawn with probability q, independently, in every round. For
-    who sees released models alone, and not who was drawn, late or present, round t is a Gaussian of
-    noise multiplier z_t on a Poisson sample of clients:
-
-        the noised sum moves by at most C with one client, and whatever the earlier draws and releases
-        were, that client is in it with probability <= q (it may be late, or without budget).
-
-    So, given the earlier releases, the round is at most that event, and rounds compose
-    adaptively. Assumed: the server, its machine and its network are trusted; whether a client
-    answers in time depends on no other one; each client clips its whole sum to C, and the list is
-    not made from who is online.
-
-    The draw is a release of the ledger: charged, on disk, before it is made, and the same
-    when a server that died goes on. The clients' own ledgers, which need not trust anybody to keep the
-    draw secret, book each round that they are in, at q = 1.
-
-    Args:
-        rate: q in (0, 1].
-        ledger: of the list of clients, on the server's disk; private, and the same for all runs.
-        target_epsilon, target_delta, relation: the budget of the list, as in
-            :class:`~lightning_dp.federated.ClientPrivacy`.
-
-    Raises:
-        ValueError: naming the argument that is out of its range.
-    """
-
-    rate: float
-    ledger: ReleaseLedger = field(repr=False)
-    target_epsilon: float
-    target_delta: float
-    relation: Relation = "add_remove"
-
-    def __post_init__(self) -> None:
-        normalise(self, between("(0, 1]"), "rate")
-        instance("ledger", self.ledger, ReleaseLedger)
-
-    def spending(self, run: str, plan: NoisePlan, rounds: int) -> Spending:
-        """Return what a run asks of the list of clients."""
-
-        def events(t: int) -> Sequence[AbstractEvent]:
-            return [Poisson().event(plan.noise_multiplier(t), self.rate)]
-
-        budget = (self.target_epsilon, self.target_delta, self.relation)
-        return Spending(run, rounds, events, *budget, unit="client")
-
-    def draw(self, spending: Spending, t: int, num_clients: int) -> set[int]:
-        """Return the clients of round t. Raises BudgetExhausted if it is not affordable."""
-
-        def make(rng: np.random.Generator) -> bytes:
-            return json.dumps(Poisson().draw(num_clients, self.rate, rng).tolist()).encode()
-
-        return set(json.loads(self.ledger.release(spending, t, 0, make)))
-
-
 # -- the server --------------------------------------------------------------------------------
 
 
@@ -236,13 +173,8 @@ class SynchronousServer(AbstractServer):
 
     A step is over when every client has answered, or its ``quorum`` has and the others are left out:
     they count as zero, since the mean is over q_t N whoever answers. Who is left out of one query of
-    a step is not asked the further ones. Clients without budget leave; the others go on, as long as
-    they are a quorum. Answers that are longer than their clip norm, rate and noise allow
-    (:func:`~lightning_dp.federated.protocol.norm_bound`) are refused.
-
-    With ``sampling``, each step asks the clients that are drawn for it, who must have themselves as the
-    unit; its mean is over q q_t N, and ε of the run is that of the server's ledger. A step then has no
-    quorum: it ends when all who were drawn have answered, or at ``quorum.wait``, whoever failed.
+    a step is not asked the further ones. Clients without budget leave. Answers beyond the
+    :func:`~lightning_dp.federated.protocol.norm_bound` are refused.
 
     With a ``local_routine``, the step's worker then goes on alone on its records, and noises
     each of its steps itself (DIFF2-BVR-L-SGD, Algorithm 4); the routine's η is used for the
@@ -259,7 +191,6 @@ class SynchronousServer(AbstractServer):
         noise: the party that adds it.
         local_routine: what the worker in turn does; without it, the step is the server's alone.
         quorum: when a step goes on without some clients.
-        sampling: of the clients, by a server that they trust.
         seed: for tests only: the same noise of the server each time.
 
     Raises:
@@ -277,7 +208,6 @@ class SynchronousServer(AbstractServer):
     local_routine: BVRLSGD | None = None
     seed: int | None = None
     quorum: Quorum = MAJORITY
-    sampling: ClientSampling | None = None
 
     _settings: ClassVar[tuple[str, ...]] = (
         *("rounds", "num_records", "learning_rate", "noise", "local_routine"),
@@ -295,8 +225,6 @@ class SynchronousServer(AbstractServer):
                 f"learning_rate={self.learning_rate}, but the local routine's is "
                 f"{self.local_routine.learning_rate}: one point would move at two speeds."
             )
-        if self.sampling is not None:
-            self._begin_sampling(self.sampling)
         self._begin()
         _check_plan(self.plan, self.noise)
         self._driver = Driver.begin(self.plan.estimator, [self._point])
@@ -308,31 +236,6 @@ class SynchronousServer(AbstractServer):
         self._missed: set[int] = set()  # left out of an earlier query of this step
         self._name = secrets.token_hex(8)  # two servers would each noise the same sums
         self._ask()
-
-    def _begin_sampling(self, sampling: ClientSampling) -> None:
-        """Declare the draws, and wait for each client as if there were no other one."""
-        instance("sampling", sampling, ClientSampling)
-        if self.noise != "server" or self.local_routine is not None:
-            raise ValueError(
-                "sampling amplifies what a server noises that hides who was drawn: use noise='server' "
-                "and no local_routine."
-            )
-        self._spending = sampling.spending(self.run, self.plan, self.rounds)
-        self._drawn: tuple[int, set[int]] = -1, set()
-        self.quorum = replace(self.quorum, clients=None, tries=2**62, patience=math.inf)
-
-    @property
-    def hides_clients(self) -> bool:
-        return self.sampling is not None
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        facts: dict[str, Any] = {"seeded": True} if self.seed is not None else {}
-        if (sampling := self.sampling) is not None:
-            delta, relation = sampling.target_delta, sampling.relation
-            epsilon = sampling.ledger.epsilon(delta, relation)
-            facts |= {"epsilon": epsilon, "delta": delta, "relation": relation, "unit": "client"}
-        return facts
 
     @property
     def round(self) -> int:
@@ -357,14 +260,14 @@ class SynchronousServer(AbstractServer):
         if self._local is not None:
             self._move_to(self._point - self.learning_rate * self._local)
             self._ask()
-        elif self.sampling or len(self._answered) >= (1 if self._place[1] else self._least):
+        elif len(self._answered) >= (1 if self._place[1] else self._least):
             self._end_query()
         else:
             return set()
         return late
 
     def spent(self, num_records: int) -> list[tuple[AbstractEvent, int]] | None:
-        if self.local_routine is not None or self.sampling is not None:
+        if self.local_routine is not None:
             return None
         return counted((self.plan.event(step), 1) for step in range(self.round))
 
@@ -389,8 +292,7 @@ class SynchronousServer(AbstractServer):
             self._tell(Release.of_nothing([self._point]))
 
     def _tell(self, released: Release) -> None:
-        rate = self.plan.rate(self._driver.step) * (self.sampling.rate if self.sampling else 1.0)
-        mean = released.mean(rate * self.num_records)
+        mean = released.mean(self.plan.rate(self._driver.step) * self.num_records)
         estimate, self._driver = self._driver.tell([self._point], mean)
         self._query = None
         if estimate is None:
@@ -453,8 +355,6 @@ class SynchronousServer(AbstractServer):
         assert self._query is not None
         if self.noise == "server":
             facts["server"] = self._name
-        if self.sampling is not None:
-            facts["unit"] = "client"
         return _query_message(self._query, self._point, {**facts, "noise": self.noise})
 
     def _is_asked(self, client: int) -> bool:
@@ -462,22 +362,8 @@ class SynchronousServer(AbstractServer):
         if self._reason or client in self._left:
             return False
         if self._local is None:
-            return client not in self._answered | self._missed and self._is_drawn(client)
+            return client not in self._answered | self._missed
         return client == self._worker
-
-    def _is_drawn(self, client: int) -> bool:
-        """Return True if this step has the client; the first call for a step draws its clients."""
-        if self.sampling is None:
-            return True
-        step = self._place[0]
-        if self._drawn[0] != step:
-            try:
-                drawn = self.sampling.draw(self._spending, step, self.num_clients)
-            except BudgetExhausted:
-                self._reason = "the list of clients has no budget left"
-                return False
-            self._drawn = step, drawn
-        return client in self._drawn[1]
 
     def receive(self, client: int, reply: bytes) -> bool:
         message = self._read(client, reply, _PLACE, _VECTORS)
@@ -493,8 +379,7 @@ class SynchronousServer(AbstractServer):
             self._left.add(client)
             if self._local is not None:
                 self.leave_out()
-            if self.sampling is None:
-                self._reason = self._reason or self._end_of_budgets()
+            self._reason = self._reason or self._end_of_budgets()
         elif (message.kind == _WALKED) != (self._local is not None):
             raise MessageError(f"Client {client} sent {message.kind!r}, which was not asked of it.")
         elif message.kind == _WALKED:
@@ -588,12 +473,9 @@ def _check_plan(plan: NoisePlan, noise: str) -> None:
 class QueryClient(Client):
     """Answers what a :class:`~lightning_dp.federated.synchronous.SynchronousServer` asks.
 
-    The server chooses the query; this client holds it to the plan: the noise is at least z_t, the
-    batch is its own, sampled with q_t, and step t is charged as planned, once, before its first
-    query, whatever the server asks.
-
-    Un-noised sums leave only if ``trusts_server``, and are never written to disk; the ledger then
-    books what the server promised to add.
+    This client holds the server to the plan: the noise is at least z_t, the batch is its own, sampled
+    with q_t, and step t is charged as planned, once, before its first query. Un-noised sums leave only
+    if ``trusts_server``, and never go to disk; the ledger then books what the server promised to add.
 
     Args:
         records: this client's data.
@@ -670,10 +552,6 @@ class QueryClient(Client):
         if request.kind == _LOCAL:
             return self._read_walk(request, step, place)
         query, noise = _query_from(request), request["noise"]
-        if (unit := request.facts.get("unit", self.records.unit)) != self.records.unit:
-            raise MessageError(
-                f"The server counts by {unit!r}, this client by {self.records.unit!r}."
-            )
         if noise not in ("server", "client"):
             raise MessageError(f"noise={noise!r} must be 'server' or 'client'.")
         if noise == "server" and not self.trusts_server:
