@@ -64,7 +64,6 @@ __all__ = [
     "RoundPlan",
     "SampleSizes",
     "StepSizes",
-    "rounds_for",
 ]
 
 ROUND, UPDATE = "round", "update"
@@ -113,20 +112,6 @@ class PolynomialSizes:
     def __call__(self, i: int) -> int:
         power: float = float(i + self.first) ** self.c
         return math.ceil(self.a * power + self.b)
-
-
-def rounds_for(sizes: SampleSizes, gradients: float) -> int:
-    """Return the least T with s_0 + ... + s_(T-1) >= ``gradients``.
-
-    Example:
-        >>> rounds_for(PolynomialSizes(a=0, b=16), 25_000)
-        1563
-    """
-    gradients = positive("gradients", gradients)
-    total, i = 0, 0
-    while total < gradients:
-        total, i = total + sizes(i), i + 1
-    return i
 
 
 @dataclass(frozen=True)
@@ -376,8 +361,7 @@ class AsyncClient(RoundClient):
     The sum is over a Poisson batch, which has each record with probability q_i = share · s_i / N.
     All gradients of a round are taken at one model, so U moves by at most C with one record. (In the
     paper's listing the model moves after each single gradient inside a round: one record would
-    change all later gradients, and C would bound nothing. There, too, the client moves a copy of
-    the model by its own updates until a new one comes; here every request brings v̂, which has them.)
+    change all later gradients, and C would bound nothing.)
 
     van Dijk et al. (2020), Algorithm 2.1, with Poisson batches and one model per round.
 

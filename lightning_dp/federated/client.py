@@ -32,7 +32,6 @@ from lightning_dp.federated.protocol import (
     Message,
     MessageError,
     Records,
-    check_records,
 )
 from lightning_dp.functional import is_finite
 from lightning_dp.gradients import UnsupportedModelError
@@ -81,11 +80,8 @@ class Client(ABC):
 
     For each request, in this order: it is checked; the first time, the model is tried on synthetic
     records; the round is charged to the ledger, on disk; the records are asked, and the answer is
-    noised; the reply is kept, on disk, and sent. So
-
-    - asked again, also as a new process on the same ledger, the client sends the same bytes, and no
-      second noise is drawn;
-    - a refused request, or a round that the budget does not allow, charges nothing.
+    noised; the reply is kept, on disk, and sent. So a refused request charges nothing, and one that is
+    made again, also of a new process on the same ledger, gets the same bytes and no second noise.
 
     A protocol adds ``kinds``, the requests that it has, and :meth:`events` and :meth:`read`. These
     hold no state: what a round needs comes with the request.
@@ -103,7 +99,7 @@ class Client(ABC):
 
     def _declare(self, rounds: int, budget: Budget, seed: int | None, retain: int) -> None:
         """Check what all clients have, and declare the whole plan and the budget."""
-        check_records(self.records)
+        instance("records", self.records, Records)  # type: ignore[type-abstract]
         instance("ledger", self.ledger, ReleaseLedger)
         self._seed = optional(check_seed)("seed", seed)
         self.spending = Spending(

@@ -98,11 +98,7 @@ class ModuleRecords(ABC):
         return fingerprint(self._module)
 
     def check_point(self, point: Tensor) -> None:
-        """Raise ValueError for a vector that cannot be the trained parameters.
-
-        Raises:
-            ValueError: for another dtype or size, or numbers that overflow in a parameter's dtype.
-        """
+        """Raise ValueError for a vector that cannot be the trained parameters: dtype, size, range."""
         dtype, size = flat_dtype(self.params), number_of_entries(self.params)
         if point.dtype != dtype or point.shape != (size,):
             raise RefusedSetting(
@@ -138,7 +134,7 @@ class ModuleRecords(ABC):
             except ValueError:
                 return  # such samples have no synthetic ones
             try:
-                is_answered = copied._answers(samples)
+                is_answered = copied._answers(samples, dry)
             except Exception as error:
                 if hasattr(error, "add_note"):  # Python 3.11
                     error.add_note(_NOT_CHARGED)
@@ -149,14 +145,10 @@ class ModuleRecords(ABC):
                     f"{_NOT_CHARGED}",
                     topic="no-loss",
                 )
-            copied._refuse_coupled(dry)
 
     @abstractmethod
-    def _answers(self, samples: list[Any]) -> bool:
+    def _answers(self, samples: list[Any], dry: DryRun) -> bool:
         """Answer about synthetic samples; return False if they give no gradient."""
-
-    def _refuse_coupled(self, dry: DryRun) -> None:  # noqa: B027 (nothing, where a whole is clipped)
-        """Compare runs of synthetic records, where each record is clipped."""
 
     def _chunks(self, records: list[int]) -> Iterator[tuple[Any, int]]:
         """Yield batches on the device as the user's code makes them, and their sizes."""
@@ -194,8 +186,7 @@ class LocalRecords(ModuleRecords):
     The module and the data set are those of an ordinary Lightning training, and are left as they
     were.
 
-    - Records go through the module in chunks, so memory is that of one chunk, however many are
-      asked about.
+    - Records go through the module in chunks, and memory is that of one chunk.
     - Nothing that ``training_step`` logs, counts in torchmetrics or keeps in buffers is kept.
     - A record whose gradient is not finite contributes zero.
 
@@ -216,10 +207,9 @@ class LocalRecords(ModuleRecords):
         chunk_size: records at a time; default the loader's batch size, else 64. Under
             engine="one_by_one" it is 1.
         device: where the module runs.
-        try_first: before the first charge, run a copy of the module on synthetic records of the
-            shapes of yours, so that a mistake in ``training_step`` costs nothing, and refuse one that
-            couples records (``docs/isolation.md``; nothing is compared on real records). False for
-            a module that such records break.
+        try_first: before the first charge, run a copy of the module on synthetic records: a mistake in
+            ``training_step`` costs nothing, and one that couples records is refused
+            (``docs/isolation.md``). False for a module that such records break.
         loss_graph_check: refuse a loss whose autograd graph mixes records by more than sums with
             constant coefficients; of a whole client, they may be mixed.
 
@@ -266,16 +256,17 @@ class LocalRecords(ModuleRecords):
             self.has_products = passes.engine.has_products
             """True if queries with Hessian-vector products can be answered."""
 
-    def _answers(self, samples: list[Any]) -> bool:
+    def _answers(self, samples: list[Any], dry: DryRun) -> bool:
         query = Query((Term(),), clip_norm=1.0, noise_multiplier=1.0)
         with self._passes() as passes, self._muted():
             batch = self._on_device(self._loader.collate_fn(samples))
-            return self._answer(passes, query, batch, len(samples), 0) is not None
+            found = self._answer(passes, query, batch, len(samples), 0)
+        if found is not None and self.unit == "record":
+            self._refuse_coupled(dry)
+        return found is not None
 
     def _refuse_coupled(self, dry: DryRun) -> None:
         """Compare runs of synthetic records, as a fit does before its first charge."""
-        if self.unit == "client":
-            return
         module, eps = self._module, max(torch.finfo(param.dtype).eps for param in self.params)
         pipeline = Pipeline(
             lambda few: self._loader.collate_fn(own_copies(few)),

@@ -17,6 +17,7 @@ from lightning_dp.boundary import BoundedSum, Query
 from lightning_dp.federated.local import ModuleRecords, Unit
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients.batches import call_training_step, is_differentiable, loss_in
+from lightning_dp.isolation.dry_run import DryRun
 
 __all__ = ["LocalUpdates"]
 
@@ -123,7 +124,7 @@ class LocalUpdates(ModuleRecords):
             optimizer.step()
         return is_differentiable(loss)
 
-    def _answers(self, samples: list[Any]) -> bool:
+    def _answers(self, samples: list[Any], dry: DryRun) -> bool:
         with restored(self._module, parameters=True, global_random=False):
             batch = self._on_device(self._loader.collate_fn(samples))
             return self._step(self._optimizer(self.params), batch, 0)

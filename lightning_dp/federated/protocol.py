@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ __all__ = [
     "MessageError",
     "Quorum",
     "Records",
-    "check_records",
     "norm_bound",
 ]
 
@@ -46,6 +45,7 @@ _LARGEST_NUMBER = 2**63
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
 
 
+@runtime_checkable
 class Records(Protocol):
     """The data set of one client.
 
@@ -115,8 +115,6 @@ MAJORITY = Quorum()
 @dataclass
 class Attendance:
     """Signs of life of the clients, by which an engine finds when waiting for them is over.
-
-    Times are seconds of any clock. What was heard is about messages, never about their values.
 
     Args:
         quorum: the limits.
@@ -214,7 +212,6 @@ class AbstractServer(ABC):
 
     - At most one message is in flight to a client. A reply that does not come is no loss: the same
       request is made again, and the client answers with the same bytes.
-    - A reply that comes twice, or too late, is not applied again.
     - :meth:`state_dict` may be taken between any two calls, and holds released values only. If
       the server may die, it must be saved before a request leaves that was made from a new state
       (:attr:`round` has changed), so that the server is never behind a client; and before anybody
@@ -359,15 +356,6 @@ class AbstractServer(ABC):
         return {**{name: getattr(self, name) for name in names}, "size": len(self.start)}
 
 
-def check_records(records: object) -> None:
-    """Raise TypeError unless these are the records of a client."""
-    if not hasattr(records, "num_records"):
-        raise TypeError(
-            f"records={reprlib.repr(records)} must be records of a client, such as "
-            "LocalRecords(module, data_set)."
-        )
-
-
 # -- messages ----------------------------------------------------------------------------------
 
 
@@ -382,8 +370,7 @@ class MessageError(Refusal, ValueError):
 class Message:
     """A kind, some facts and some vectors.
 
-    The bytes are those of safetensors: reading them runs no code of the sender's, and takes memory
-    in proportion to their length. Server and clients must have one version of this package.
+    The bytes are those of safetensors: reading them runs no code, and takes memory in proportion.
 
     Args:
         kind: what it means to the two machines that exchange it.
