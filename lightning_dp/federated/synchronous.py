@@ -457,8 +457,8 @@ def _check_plan(plan: NoisePlan, noise: str) -> None:
         )
     if not isinstance(plan.sampling, Poisson | FullBatch):
         raise ValueError(
-            f"sampling={plan.sampling}: clients draw each batch by itself, from records of their own "
-            "number. Use Poisson() or FullBatch()."
+            f"sampling={plan.sampling}: each client draws each batch by itself, from a number of "
+            "records that it alone knows. Use Poisson() or FullBatch()."
         )
     if noise == "server" and plan.estimator.traits.queries_per_step > 1:
         raise ValueError(
