@@ -374,9 +374,8 @@ class Budget:
             accountant=accountant,
             spent=self.spent,
         )
-        return min(
-            planned, plan.steps_of(charges, step)
-        )  # the last charge may end before its block
+        # The last charge may end before its block.
+        return min(planned, plan.steps_of(charges, step))
 
     def guard(
         self, plan: NoisePlan, step: int, planned_steps: float, affordable: float
