@@ -646,7 +646,7 @@ def _parts_of_trainer(trainer: Any) -> Iterator[tuple[Path, _Part]]:
     for i, config in enumerate(getattr(trainer, "lr_scheduler_configs", ())):
         name = f"lr_schedulers.{i}"
         yield (name,), _Part(vars(config.scheduler), name, "attribute", is_named=True)
-    if trainer is not None:
+    if hasattr(trainer, "should_stop"):
         hidden = frozenset(vars(trainer)) - {"should_stop"}
         yield ("trainer",), _Part(vars(trainer), "trainer", "setting", hidden, True)
     collate = getattr(getattr(trainer, "train_dataloader", None), "collate_of_user", None)
