@@ -446,8 +446,6 @@ class PrivateRun:
             return False
         if self.is_adaptive or config.accountant.is_its_own_guard:
             return False
-        if isinstance(config.sampling, AbstractBlockSampling):
-            return False  # several checkpoints know the same charges, and which one is the latest?
         return (crashed.target_epsilon, crashed.last_step) == (config.target_epsilon, last_step)
 
     def replan(self, world: World) -> bool:
@@ -528,7 +526,8 @@ class PrivateRun:
         if scale is not None and given is not None:
             check_same({"noise_multiplier": scale}, {"noise_multiplier": given})
         if world.is_lead:
-            self.ledger.restore(state["ledger"], directory)
+            ahead = 0 if state["mechanism"] is None else int(state["mechanism"].get("ahead", 0))
+            self.ledger.restore(state["ledger"], directory, ahead)
         self.is_seeded = self.is_seeded or bool(state["seeded"])
         self.started = state.get("report", {}).get("started")
         self._resumed = None if state["mechanism"] is None else state

@@ -483,7 +483,7 @@ CURES = {
     ),
     "public": (
         "a public optimizer steps by gradients that follow the records, without noise. Give its loss "
-        "released or synthetic values only"
+        "released or synthetic values only, a fixed number of them"
     ),
 }
 

@@ -17,7 +17,7 @@ from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.functional import flatten
 from lightning_dp.sampling import FullBatch
-from tests.zoo import private
+from tests.zoo import clipped, flat, gradient_rows, private
 
 
 @dataclass(frozen=True)
@@ -42,26 +42,19 @@ class Difference(AbstractEstimator):
         return v, {"v": v, "point": flatten(params)}
 
 
-def _slow_gradients(net: nn.Module, data: Any, point: Tensor) -> list[Tensor]:
-    """Each record's gradient at a flat point, one at a time, in float64."""
-    twin = net.double()
-    nn.utils.vector_to_parameters(point.double(), twin.parameters())
-    gradients = []
-    for x, y in data:
-        twin.zero_grad()
-        nn.functional.cross_entropy(twin(x.double().unsqueeze(0)), y.unsqueeze(0)).backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in twin.parameters()]).clone())
-    return gradients
-
-
 def _slow_run(net: nn.Module, data: Any, clip_norm: float, steps: int, lr: float) -> Tensor:
-    x = flatten(list(net.parameters())).double()
+    """In float64, each record's gradient at both points by itself."""
+    twin, (features, y) = net.double(), data.tensors
+
+    def rows(point: Tensor) -> Tensor:
+        nn.utils.vector_to_parameters(point, twin.parameters())
+        return gradient_rows(twin, features.double(), y)
+
+    x = flat(twin)
     v, before = torch.zeros_like(x), None
     for _ in range(steps):
-        here = _slow_gradients(net, data, x)
-        there = [0 * g for g in here] if before is None else _slow_gradients(net, data, before)
-        for a, b in zip(here, there, strict=True):
-            v = v + (a - b) * min(1.0, clip_norm / float((a - b).norm())) / len(data)
+        difference = rows(x) - (0.0 if before is None else rows(before))
+        v = v + clipped(difference, clip_norm) / len(data)
         before, x = x, x - lr * v
     return x
 
