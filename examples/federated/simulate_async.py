@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dp.federated import PolynomialSizes
-from lightning_dp.federated.asynchronous import SampleSizes
+from lightning_dp.federated.asynchronous import SampleSizes, rounds_for
 
 GRADIENTS = 25_000  # K of each client
 CONSTANT = PolynomialSizes(a=0, b=16)
@@ -26,12 +26,6 @@ CONSTANT_LARGE = PolynomialSizes(a=0, b=137)
 GROWING = PolynomialSizes(a=1.322, b=16)
 
 Floats = NDArray[np.float64]
-
-
-def rounds_for(sizes: SampleSizes, gradients: float) -> int:
-    """The least T with s_0 + ... + s_(T-1) >= ``gradients``."""
-    totals = itertools.accumulate(map(sizes, itertools.count()))
-    return 1 + next(i for i, total in enumerate(totals) if total >= gradients)
 
 
 @dataclass(frozen=True)

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian
 from lightning_dp.accounting.base import Relation
-from lightning_dp.federated.asynchronous import PolynomialSizes, SampleSizes
+from lightning_dp.federated.asynchronous import PolynomialSizes, rounds_for
 
 _HALF = (math.sqrt(3) - 1) / 2
-
-
-def rounds_for(sizes: SampleSizes, gradients: float) -> int:
-    """The least T with s_0 + ... + s_(T-1) >= ``gradients``."""
-    totals = itertools.accumulate(map(sizes, itertools.count()))
-    return 1 + next(i for i, total in enumerate(totals) if total >= gradients)
 
 
 def paper_higher_order(r0: float, sigma: float) -> tuple[float, float, float]:

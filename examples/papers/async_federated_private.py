@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from async_federated_data import binary
-from async_federated_formulas import rounds_for
 from async_federated_run import CLIENTS, LAG, Split, federate, spread, strongly_convex
 
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian, calibrate
 from lightning_dp.federated import AsyncPlan, ClientPrivacy, InverseRootSteps, PolynomialSizes
-from lightning_dp.federated.asynchronous import InverseSteps, SampleSizes
+from lightning_dp.federated.asynchronous import InverseSteps, SampleSizes, rounds_for
 
 TARGET, DELTA, CLIP = 1.0, 5.5e-8, 0.1
 PRIVATE_GRADIENTS = 25_000  # K of one client

@@ -64,6 +64,7 @@ __all__ = [
     "RoundPlan",
     "SampleSizes",
     "StepSizes",
+    "rounds_for",
 ]
 
 ROUND, UPDATE = "round", "update"
@@ -112,6 +113,20 @@ class PolynomialSizes:
     def __call__(self, i: int) -> int:
         power: float = float(i + self.first) ** self.c
         return math.ceil(self.a * power + self.b)
+
+
+def rounds_for(sizes: SampleSizes, gradients: float) -> int:
+    """Return the least T with s_0 + ... + s_(T-1) >= ``gradients``.
+
+    Example:
+        >>> rounds_for(PolynomialSizes(a=0, b=16), 25_000)
+        1563
+    """
+    gradients = positive("gradients", gradients)
+    total, i = 0, 0
+    while total < gradients:
+        total, i = total + sizes(i), i + 1
+    return i
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from lightning_dp.isolation.dry_run import DryRun
 from lightning_dp.isolation.replay import Pipeline, Runner
 from lightning_dp.isolation.state import TwinState
 
-__all__ = ["LocalRecords", "ModuleRecords"]
+__all__ = ["LocalRecords"]
 
 Unit: TypeAlias = Literal["record", "client"]
 
