@@ -67,7 +67,7 @@ class TruncatedNode(NamedTuple):
 
     def divergence(self, orders: FloatArray) -> FloatArray:
         """Return the Rényi divergence, whose ``e^((a - 1) rho)`` is convex too."""
-        from lightning_dp.accounting.rdp import total_divergence
+        from lightning_dp.accounting.renyi import total_divergence
 
         one = np.ones(1)
         steps = [Steps(z * one, self.sample_rate * one, one) for z in (2 * self.half, self.half)]

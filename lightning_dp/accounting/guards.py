@@ -12,7 +12,8 @@ from lightning_dp.accounting.base import Relation, check_relation
 from lightning_dp.accounting.events import AbstractEvent, History
 from lightning_dp.accounting.external import Declared
 from lightning_dp.accounting.gdp import gdp_epsilon, mu_of_budget
-from lightning_dp.accounting.rdp import RenyiCurve, penalty, total_divergence
+from lightning_dp.accounting.rdp import RenyiCurve, penalty
+from lightning_dp.accounting.renyi import total_divergence
 from lightning_dp.accounting.steps import NO_NOISE, CheckedHistory, Steps, joined, merge
 
 
