@@ -311,9 +311,12 @@ def squares_of_products(products: Sequence[Sequence[Tensor]]) -> Tensor:
     numbers: dict[object, int] = {}
     chosen = []
     for product in products:
-        places = [_place(tensor) for tensor in product]
-        each.update(zip(places, product, strict=True))
-        chosen.append(tuple([numbers.setdefault(place, len(numbers)) for place in places]))
+        found: tuple[int, ...] = ()
+        for tensor in product:
+            place = _place(tensor)
+            each[place] = tensor
+            found += (numbers.setdefault(place, len(numbers)),)
+        chosen.append(found)
     norms = [block_norms(as_rows(tensor)) for tensor in each.values()]
     blocks = tuple([found.shape[1] for found in norms])
     squares = torch.cat(norms, dim=1).double().square_()
@@ -436,7 +439,7 @@ def _as(part: Tensor, like: Tensor) -> Tensor:
 
 def parts_of(vector: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the flat view of ``vector`` that belongs to each tensor."""
-    return torch.split(vector, _entries(like))
+    return vector.split_with_sizes(_entries(like))  # torch.split asks in Python what it is given
 
 
 def brought_to(state: Any, device: torch.device) -> Any:

@@ -590,7 +590,7 @@ def _starts_batches(owner: object) -> bool:
     hook = "on_train_batch_start"
     # Of the function, not of the class: a LambdaCallback's is the user's.
     by = getattr(getattr(owner, hook), "__module__", None) or ""
-    return is_overridden(hook, owner) and not by.startswith(("lightning.", "lightning_dp."))
+    return not by.startswith(("lightning.", "lightning_dp.")) and is_overridden(hook, owner)
 
 
 def _version(leaf: Any) -> int:

@@ -184,12 +184,12 @@ class DifferentialPrivacyStrategy(Strategy):
 
     @property
     def _mechanism(self) -> Mechanism:
-        if self.private_run.mechanism is None:
+        if (mechanism := self.private_run.mechanism) is None:
             raise RefusedRun(
                 "A private step needs a plan, which is declared when training starts.",
                 topic="strategy-alone",
             )
-        return self.private_run.mechanism
+        return mechanism
 
     @cached_property
     def _folder(self) -> Path:
