@@ -52,6 +52,7 @@ class _Step:
     Args:
         driver: the estimator as it is in this step.
         charged: z that the step was charged with.
+        size: d, the entries of all parameters.
         asked: its queries; none if it asks nothing.
         total: the answer of the chunks so far; None before the first one, if it did not begin with the
             noise.
@@ -60,6 +61,7 @@ class _Step:
 
     driver: Driver
     charged: float
+    size: int
     asked: tuple[Query, ...] = ()
     total: BoundedSum | None = field(default=None, repr=False)
     begun: Callable[[], BoundedSum] | None = field(default=None, repr=False)
@@ -200,8 +202,8 @@ class Mechanism:
         else:
             self.plan.enforce(asked, charged, step)
             self._charge(event)
-        self._begun = _Step(self._driver, charged, asked)
-        is_small = number_of_entries(params) <= _EARLY_VALUES and not self.spares_memory
+        self._begun = _Step(self._driver, charged, number_of_entries(params), asked)
+        is_small = self._begun.size <= _EARLY_VALUES and not self.spares_memory
         if self.world.is_sharded or is_small:
             self.begin_noise(params)
         return query
@@ -276,7 +278,7 @@ class Mechanism:
         if step is None or query is None or step.begun is not None or step.total is not None:
             return
         if not self.world.is_sharded:
-            share = self.world.share(query.size(number_of_entries(params)))
+            share = self.world.share(query.size(step.size))
             is_worth_it = self.noise.has_background(share.stop - share.start, params[0].device)
             if not is_worth_it or query.noise_multiplier == 0:
                 return
