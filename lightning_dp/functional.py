@@ -324,9 +324,11 @@ def squares_of_products(products: Sequence[Sequence[Tensor]]) -> Tensor:
         squares = squares @ _sums_of(blocks)  # where one is not finite, no sum is: looked at again
     lengths = tuple([tensor.shape[1:].numel() for tensor in each.values()])
     least, floors, first, second, alone = _numbers_of(tuple(chosen), lengths)
-    if not ((squares > least) & (squares < math.inf)).all():
-        for number, tensor in enumerate(each.values()):
-            squares[:, number] = squares_of_blocks(norms[number], as_rows(tensor))
+    if ((squares > least) & (squares < _LARGEST_FACTOR**2)).all():  # next to which floors vanish
+        both = squares.index_select(1, first) * squares.index_select(1, second)
+        return both.sum(1) + squares.index_select(1, alone).sum(1)
+    for number, tensor in enumerate(each.values()):
+        squares[:, number] = squares_of_blocks(norms[number], as_rows(tensor))
     factors = squares.sqrt().add_(floors)
     factors.masked_fill_(factors > _LARGEST_FACTOR, math.inf)
     both = factors.index_select(1, first) * factors.index_select(1, second)
