@@ -157,6 +157,11 @@ class Mechanism:
         return None if self._begun is None else self._begun.query
 
     @property
+    def ahead(self) -> int:
+        """Steps that are charged and not made yet."""
+        return self.covered + (self.query is not None)
+
+    @property
     def is_begun(self) -> bool:
         """True if a step was begun and not finished."""
         return self._begun is not None
@@ -424,6 +429,7 @@ class Mechanism:
             "signal": None if self.signal is None else self.signal.state_dict(),
             "clip_norm": self.clip_norm,
             "noise": self._filter.covariance,
+            "ahead": self.ahead,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

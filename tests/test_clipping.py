@@ -149,7 +149,6 @@ class WholeOnly(MaterialisedGradients):
     ("make", "named"),
     [
         (lambda: Automatic(0.0), "gamma=0.0"),
-        (lambda: Automatic(math.nan), "gamma=nan"),
         (lambda: PerGroup({}), "groups={}"),
         (lambda: PerGroup(["*"]), "groups="),
         (lambda: PerGroup({"*": 0.0}), "groups['*']=0.0"),
@@ -159,7 +158,6 @@ class WholeOnly(MaterialisedGradients):
         (lambda: AdaptiveQuantile(least=0.0), "least=0.0"),
         (lambda: AdaptiveQuantile(least=2.0, most=1.0), "least=2.0"),
         (lambda: AdaptiveQuantile(most=math.inf), "most=inf"),
-        (lambda: AdaptiveQuantile(least=math.nan), "least=nan"),
     ],
 )
 def test_a_bad_argument_is_named(make, named):

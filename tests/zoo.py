@@ -108,6 +108,20 @@ class WholeSet(AbstractSampling):
         return Gaussian(noise_multiplier)
 
 
+def gradient_rows(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """(n, d): the gradient of each record's cross-entropy, one at a time, over what is trained."""
+    params, rows = [p for p in net.parameters() if p.requires_grad], []
+    for i in range(len(x)):
+        loss = nn.functional.cross_entropy(net(x[i : i + 1]), y[i : i + 1])
+        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, params)]))
+    return torch.stack(rows)
+
+
+def clipped(rows: Tensor, clip_norm: float) -> Tensor:
+    """The sum of rows, each scaled down to the clip norm."""
+    return (rows * (clip_norm / rows.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0)
+
+
 SHAPES = ((3, 4), (5,), (2, 2, 2))
 
 

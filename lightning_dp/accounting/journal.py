@@ -122,6 +122,10 @@ class Charges(Mapping[str, History]):
         """Return the number of charges of a run; 0 for one that has none."""
         return self._lengths.get(run, 0)
 
+    def steps_of(self, run: str) -> int:
+        """Return the number of noised steps that the charges of a run cover."""
+        return sum(event.num_steps * count for event, count in self.get(run, ()))
+
     def history(self) -> list[tuple[AbstractEvent, int]]:
         """Return all events with their counts; the order has no meaning for ε."""
         return counted(chain.from_iterable(self._runs.values()))
@@ -249,8 +253,8 @@ class PlannedRun:
     Args:
         target_epsilon: what the noise was calibrated for.
         last_step: the step of the plan at which it ends.
-        is_replanned: the noise was calibrated again after a crash.
-        saved: the charges that its latest checkpoint knows.
+        is_replanned: the noise was calibrated again, after a crash or another fit.
+        saved: the charged steps that its latest checkpoint has made.
         is_ended: it ended in order. Without this, it crashed, or still runs.
     """
 
@@ -539,9 +543,9 @@ class Journal:
         """Write that a run begins, whose noise was calibrated."""
         self._note(_PLAN, [run, plan.target_epsilon, plan.last_step, plan.is_replanned])
 
-    def note_saved(self, run: str, charges: int) -> None:
-        """Write that a checkpoint knows so many charges of a planned run."""
-        self._note(_SAVED, [run, charges])
+    def note_saved(self, run: str, steps: int) -> None:
+        """Write that a checkpoint has so many charged steps of a planned run."""
+        self._note(_SAVED, [run, steps])
 
     def note_end(self, run: str) -> None:
         """Write that a planned run ended in order."""
@@ -665,8 +669,8 @@ class Progress:
 
     ``limit`` was found when other runs had made ``others`` charges. When this was written, the
     journal of data set ``dataset`` held ``charged`` charges of the run, whose ε is about the ``unit``
-    (None: an older version of this package did not write it down). ``failed`` is the hash of the request
-    for which the next part failed.
+    (None: an older version of this package did not write it down). ``only`` is the hash of the one
+    request that the latest part is made for again: it failed, or left without noise.
     """
 
     run: str
@@ -679,7 +683,7 @@ class Progress:
     dataset: str | None = None
     charged: int | None = None
     unit: str | None = None
-    failed: str = ""
+    only: str = ""
 
     @classmethod
     def read(cls, path: Path, state: dict[str, Any]) -> Progress:

@@ -74,7 +74,7 @@ class Ledger:
         self.id = new_id()
         self.journal_path: Path | None = None
         self.weights: set[str] = set()  # fingerprints of weights that were released
-        self.is_replanned = False  # the noise of a run was planned again after a crash
+        self.is_replanned = False  # the noise of a run was planned after steps of others
         self.crashed: PlannedRun | None = None  # that whose checkpoint was restored last
         self.began: datetime | None = None  # at the first charge that this object saw
         self.latest: datetime | None = None  # and at the latest one
@@ -186,11 +186,11 @@ class Ledger:
                 self._journal.note_plan(self._run, plan)
                 self._is_planned = True
 
-    def note_saved(self) -> None:
-        """Note that a checkpoint has the charges so far."""
+    def note_saved(self, ahead: int = 0) -> None:
+        """Note that a checkpoint has the steps that are charged, but so many that are not made yet."""
         if self._journal is not None and self._is_planned:
             with contextlib.suppress(JournalError):
-                self._journal.note_saved(self._run, self._charges.length(self._run))
+                self._journal.note_saved(self._run, self._charges.steps_of(self._run) - ahead)
 
     def end(self) -> None:
         """End the run in order: close the journal and give up its lock."""
@@ -216,10 +216,16 @@ class Ledger:
             "runs": self._charges.to_dict(),
         }
 
-    def restore(self, state: dict[str, Any], directory: Path) -> None:
+    def restore(self, state: dict[str, Any], directory: Path, ahead: int = 0) -> None:
         """Add the charges of a checkpoint and its journal (lead process).
 
-        The journal is looked for where the checkpoint says, then under its name in ``directory``.
+        The journal is looked for where the checkpoint says, and under its name in ``directory``; of two
+        that went apart (a copied folder, a recovered journal) all charges count.
+
+        Args:
+            state: as :meth:`state_dict` gives it.
+            directory: where a journal may be.
+            ahead: charged steps that the checkpoint had not made.
 
         Raises:
             JournalError: if it is missing, damaged, or knows less than the checkpoint.
@@ -227,11 +233,10 @@ class Ledger:
         """
         ledger_id, recorded, runs = read_state(state)
         if recorded is not None:
-            path = _find(recorded, directory)
-            _check_complete(path, ledger_id, runs)
-            written = read_written(path)
+            path, *copies = _find(recorded, directory)
+            written = _read_complete(path, copies, ledger_id, runs)
             self.merge(written.runs)
-            self.journal_path, self.crashed = path, crashed_plan(written, runs)
+            self.journal_path, self.crashed = path, crashed_plan(written, runs, ahead)
             self._note_replanned(written.plans)
         self.merge(runs)
         self.id = ledger_id
@@ -254,25 +259,27 @@ class Ledger:
         self._charges.merge(runs)
 
 
-def crashed_plan(written: JournalContent, known: Charges) -> PlannedRun | None:
+def crashed_plan(written: JournalContent, known: Charges, ahead: int = 0) -> PlannedRun | None:
     """Return the plan of the run that a checkpoint is of, if nobody can have chosen to leave it.
 
-    That is: charges were lost, neither this run nor a later one of the journal ended in order, all of
-    them had one plan, and no checkpoint was written after this one.
+    That is: charged steps were lost, neither this run nor a later one of the journal ended in order,
+    all of them had one plan, and no checkpoint was written after this one.
 
     Args:
         written: the journal.
         known: the charges that the checkpoint knows; the last ones are those of its run.
+        ahead: steps that they cover and that the checkpoint had not made.
     """
     of_checkpoint = ["", *known][-1]
     later = [run for run in {**written.runs, **written.plans} if run not in known]
     plans = [written.plans[run] for run in (of_checkpoint, *later) if run in written.plans]
     if len(plans) <= len(later) or any(plan.is_ended for plan in plans):
         return None  # some run has none
-    latest, goal = known.length(of_checkpoint), (plans[0].target_epsilon, plans[0].last_step)
-    if sum(written.runs.length(run) for run in (of_checkpoint, *later)) == latest:
+    made = known.steps_of(of_checkpoint) - ahead
+    goal = (plans[0].target_epsilon, plans[0].last_step)
+    if sum(written.runs.steps_of(run) for run in (of_checkpoint, *later)) == made:
         return None  # nothing was lost
-    is_latest = plans[0].saved <= latest and not any(plan.saved for plan in plans[1:])
+    is_latest = plans[0].saved <= made and not any(plan.saved for plan in plans[1:])
     is_one = all((plan.target_epsilon, plan.last_step) == goal for plan in plans)
     return plans[0] if is_latest and is_one else None
 
@@ -314,10 +321,10 @@ def _damaged(how: str) -> JournalError:
     )
 
 
-def _find(recorded: Path, directory: Path) -> Path:
-    for path in (recorded, directory.absolute() / recorded.name):
-        if path.exists():
-            return path
+def _find(recorded: Path, directory: Path) -> list[Path]:
+    paths = dict.fromkeys((recorded, directory.absolute() / recorded.name))
+    if found := [path for path in paths if path.exists()]:
+        return found
     raise JournalError(
         f"The checkpoint's privacy journal {recorded} is missing (also in {directory}). Without "
         "it, steps made after the checkpoint would be forgotten. Copy it back, or put it into the "
@@ -327,21 +334,28 @@ def _find(recorded: Path, directory: Path) -> Path:
     )
 
 
-def _check_complete(path: Path, ledger_id: str, runs: Charges) -> None:
-    found, written = read_journal(path)
-    if found != ledger_id:
-        raise JournalError(
-            f"The privacy journal {path} belongs to ledger {found}, not to {ledger_id}.",
-            topic="journal-behind",
-        )
+def _read_complete(
+    path: Path, copies: Sequence[Path], ledger_id: str, runs: Charges
+) -> JournalContent:
+    """Read a journal with the charges of its copies, if they know those of the checkpoint."""
+    written, *others = (read_written(each) for each in (path, *copies))
+    for each in (written, *others):
+        if each.ledger_id != ledger_id:
+            raise JournalError(
+                f"The privacy journal {each.path} belongs to ledger {each.ledger_id}, not to "
+                f"{ledger_id}.",
+                topic="journal-behind",
+            )
+        written.runs.merge(each.runs)
     for run in runs:
-        if runs.is_ahead_of(run, written):
+        if runs.is_ahead_of(run, written.runs):
             raise JournalError(
                 f"The privacy journal {path} lacks charges of the checkpoint: it was cut or replaced "
                 "by an older copy. Put the right file back, or move it away and use "
                 "lightning_dp.accounting.recover_journal().",
                 topic="journal-behind",
             )
+    return written
 
 
 # -- unions of ledgers, and recovery ------------------------------------------------------------

@@ -76,7 +76,8 @@ class CubicNewtonPlan(RoundPlan):
         step_scale: α > 0.
         whole_steps: see above.
         noise_multiplier, min_batch_size: z of a client's rounds at most, and q N at least, if they
-            are agreed on. Then the server refuses updates that are longer than they allow.
+            are agreed on. Then the server refuses updates that are longer than they allow. Where
+            the client is the unit, ``min_batch_size`` is what its sums are divided by.
 
     Raises:
         ValueError: naming the argument that is out of its range.
@@ -229,9 +230,12 @@ class CubicNewtonClient(RoundClient):
         self._declare(self.plan.rounds, budget, self.seed, retain=2)
         if not self.records.num_records >= 1:
             raise ValueError(f"num_records={self.records.num_records} must be at least 1.")
+        # A whole client's N is as private as its records: it may not scale what leaves.
+        is_whole = self.records.unit == "client"
+        own = self.sample_rate * self.records.num_records
+        self._batch_size = self.plan.min_batch_size if is_whole else own
         if self.plan.noise_multiplier is not None:
-            batch_size = self.sample_rate * self.records.num_records
-            self._check_limit("-min_batch_size", -batch_size, -self.plan.min_batch_size)
+            self._check_limit("-min_batch_size", -self._batch_size, -self.plan.min_batch_size)
         check_engine(self.records, self.plan.newton)
         self._newton = self.plan.newton_of(self.client)  # raises for a number out of range
 
@@ -261,7 +265,7 @@ class CubicNewtonClient(RoundClient):
                 why = f"inner step {inner} asks for clip norm {query.clip_norm}"
             else:
                 released = noised_sum(self.records, query, batch, source)
-                mean = released.mean(q * self.records.num_records)
+                mean = released.mean(self._batch_size)
                 try:
                     estimate, state = newton.tell(state, params, i, mean)
                 except RuntimeError as error:

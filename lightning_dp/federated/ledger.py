@@ -258,8 +258,9 @@ class ReleaseLedger:
             keep: False for what must not be written to disk (a sum that a trusted server will
                 noise); it is then made again, from the same batch.
             try_first: called before the run's first charge: what it raises costs nothing.
-            request: what was asked. Whether ``make`` fails may tell of records, so where it did,
-                no other request gets an answer under the same charge.
+            request: what was asked. Whether ``make`` fails may tell of records, and a sum without
+                noise is noised once for each server that has it: after either, no other request
+                gets an answer under the same charge.
 
         Raises:
             BudgetExhausted: if the round does not fit into the budget or the plan.
@@ -271,28 +272,30 @@ class ReleaseLedger:
             if (sent := run.kept.get((round_, part))) is not None:
                 return sent
             before, asked = run.progress, hashlib.sha256(request).hexdigest()
-            if before.failed not in ("", asked) and (round_, part) == (before.begun, before.parts):
+            again = not keep and (round_, part) == (before.begun, before.parts - 1)
+            is_next = (round_, part) == (before.begun, before.parts)
+            if before.only not in ("", asked) and (again or is_next):
                 raise MessageError(
-                    f"Round {round_} of run {spending.run!r} failed at this client, and is made for "
-                    "no other request than that one. Ask the same again, or the next round."
+                    f"Round {round_} of run {spending.run!r} failed at this client, or left without "
+                    "noise, and is made for no other request than that one. Ask the same again, or "
+                    "the next round; another server needs another name of the run."
                 )
             if before.begun < 0 and try_first is not None:
                 try_first()
-            again = not keep and (round_, part) == (before.begun, before.parts - 1)
             now = before if again else run.begin(round_, part)
             try:
                 content = make(np.random.Generator(np.random.PCG64DXSM(int(now.seed, 16))))
             except Exception as error:
                 if isinstance(error, VoidedRunError | UnsupportedModelError):
                     run.void(round_, getattr(error, "reason", text_of(error)))
-                run.write(replace(run.progress, failed=asked), run.kept)
+                run.write(replace(run.progress, only=asked), run.kept)
                 raise
             # On disk before it leaves: from now on this round has this release and no other.
             oldest = round_ - spending.retain + 1
             kept = {place: sent for place, sent in run.kept.items() if place[0] >= oldest}
             if keep:
                 kept[round_, part] = content
-            run.write(replace(now, parts=part + 1, failed=""), kept)
+            run.write(replace(now, parts=part + 1, only="" if keep else asked), kept)
             return content
 
 
@@ -423,7 +426,7 @@ class _OpenRun:
         if round_ > now.begun:
             seed, charged = secrets.token_hex(16), self._charges()
             now = replace(
-                self._named(now), begun=round_, parts=0, seed=seed, charged=charged, failed=""
+                self._named(now), begun=round_, parts=0, seed=seed, charged=charged, only=""
             )
             self.write(now, self.kept)
         # The seed is on disk, and now the charge: a process that dies between makes the same batch,

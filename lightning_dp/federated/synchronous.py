@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal
@@ -58,7 +59,7 @@ from lightning_dp.federated.protocol import (
 )
 from lightning_dp.functional import is_finite
 from lightning_dp.noise_plan import NoisePlan
-from lightning_dp.sampling import Poisson
+from lightning_dp.sampling import FullBatch, Poisson
 
 __all__ = ["BVRLSGD", "QueryClient", "SynchronousServer"]
 
@@ -234,6 +235,7 @@ class SynchronousServer(QuorumServer):
         self._answered, self._total = set[int](), self._point  # of the query, and the sum so far
         self._encoded: tuple[tuple[int, ...], bytes] = (), b""
         self._missed: set[int] = set()  # left out of an earlier query of this step
+        self._name = secrets.token_hex(8)  # two servers would each noise the same sums
         self._ask()
 
     @property
@@ -352,6 +354,8 @@ class SynchronousServer(QuorumServer):
         if self._local is not None:
             return Message(_LOCAL, facts, {"x": self._point, "v": self._local})
         assert self._query is not None
+        if self.noise == "server":
+            facts["server"] = self._name
         return _query_message(self._query, self._point, {**facts, "noise": self.noise})
 
     def _is_asked(self, client: int) -> bool:
@@ -427,13 +431,14 @@ class SynchronousServer(QuorumServer):
             "part": self._place[1],
             "reason": self._reason,
             "missed": sorted(self._missed),
+            "name": self._name,
             "estimator": self._driver.state,
             "local": self._local,
         }
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
-        self._local = state["local"]
+        self._local, self._name = state["local"], str(state.get("name", self._name))
         step, part = self._place = int(state["step"]), int(state["part"])
         # Where a worker goes on alone, the step's queries have all been answered.
         following = (step, part) if self._local is None else (step + 1, 0)
@@ -449,6 +454,11 @@ def _check_plan(plan: NoisePlan, noise: str) -> None:
         raise ValueError(
             f"noise_schedule={plan.shape} chooses noise at run time, but clients book a plan that is "
             "declared before. Use a schedule that is a function of the step."
+        )
+    if not isinstance(plan.sampling, Poisson | FullBatch):
+        raise ValueError(
+            f"sampling={plan.sampling}: each client draws each batch by itself, from a number of "
+            "records that it alone knows. Use Poisson() or FullBatch()."
         )
     if noise == "server" and plan.estimator.traits.queries_per_step > 1:
         raise ValueError(

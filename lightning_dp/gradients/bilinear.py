@@ -549,10 +549,10 @@ def _sums_of_products(v: Tensor, u: Tensor) -> Tensor:
     """Return Σ_t v_ict u_ict for tensors of shape (n, channels, *size), without writing products down.
 
     The gradient of a norm layer's weight, where each channel of each record is a channel with its own
-    group, of mean 0 and deviation 1.
+    group, of mean 0 and deviation 1. The kernel reads memory in order, without a look at strides.
     """
     shape, channels = v.shape[:2], v.shape[:2].numel()
-    v, u = v.reshape(1, channels, -1), u.reshape(1, channels, -1)
+    v, u = (each.reshape(1, channels, -1).contiguous() for each in (v, u))
     one, size = v.new_ones(channels), v.shape[2]
     sums: Tensor = torch.ops.aten.native_group_norm_backward(
         u, v, torch.zeros_like(one), one, one, 1, channels, size, channels, [False, True, False]

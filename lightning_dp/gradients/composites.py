@@ -158,7 +158,7 @@ def _embedding_bag(
     padding_idx: int | None = None,
 ) -> Any:
     """Add up the rows of bags of one length, input (b, L), or of one bag, as a lookup and a sum."""
-    is_changed = max_norm is not None or scale_grad_by_freq or sparse or mode == "max"
+    is_changed = max_norm is not None or scale_grad_by_freq or mode == "max"
     has_one = input.dim() == 1 and offsets is not None and offsets.shape == (1,)
     if is_changed or include_last_offset or not (has_one or (input.dim() == 2 and offsets is None)):
         return NotImplemented

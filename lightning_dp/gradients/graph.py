@@ -224,7 +224,8 @@ _MOVES = (_CHOICES | _WHOLES | {_HOOK}) | _names(
     "ToCopy Clone Copy Alias View UnsafeView ReshapeAlias AsStrided Squeeze Unsqueeze Expand Repeat "
     "Permute Transpose T Flip Roll Diagonal ConstantPadNd AccumulateGrad"
 )
-_LINEAR = _MOVES | _names("Add Sub Rsub Neg Sum Mean Cumsum Trace NllLoss NllLoss2D")
+_NLL = _names("NllLoss NllLoss2D")
+_LINEAR = (_MOVES | _NLL) | _names("Add Sub Rsub Neg Sum Mean Cumsum Trace")
 _PRODUCTS = _names("Mul Mm Bmm Mv Dot Vdot Addmm Addmv Addbmm Baddbmm")
 _LOSSES = _names(  # sums or means of what each row is alone
     "MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits SoftMarginLoss "
@@ -267,6 +268,8 @@ class _Walk:
             return len(factors) < 2 or all(self._rows(*edge) for edge in factors)
         if name == "Div":
             return not any(each is not None and self._is_of_records(each) for each, _ in inputs[1:])
+        if name in _NLL and node._saved_reduction == 1 and node._saved_weight is not None:
+            return False  # divides by the weights of all targets
         is_norm_1 = 1 in (getattr(node, "_saved_ord", 0), getattr(node, "_saved_p", 0))
         if name in _LOSSES or (is_norm_1 and name.endswith("Norm")):
             return all(self._rows(*edge) for edge in _above(node))
@@ -376,8 +379,8 @@ _OF = (
 )
 _OVER = (
     "{} over several records, which is more than their sum, so that records change each other's "
-    "gradients. Take it within each record, over the other dimensions, and then the mean over the "
-    "records; leave out terms between records."
+    "gradients. Take it within each record (reduction='none', or over the other dimensions), and then "
+    "the mean over the records; leave out terms between records."
 )
 _CHOSEN = (
     "{} over rows that a mask or an index chose, so that it divides by a number that all records "

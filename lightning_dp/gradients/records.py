@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -162,15 +162,8 @@ class Records(AbstractGradientEngine):
             value = batch.map(
                 lambda x: recorder.seen_alone(x) if isinstance(x, Tensor) else type(x)(x[:1])
             )
-            try:
-                with recorder, around(recorder, places):
-                    output = forward(value)
-            except (UnsupportedModelError, MemoryError, torch.OutOfMemoryError):
-                raise
-            except Exception as error:
-                # Torch's own words tell sizes of a batch, which is private.
-                reason = _RAISED.format(type(error).__name__)
-                raise UnsupportedModelError(f"{reason}.", topic="unsupported-model") from error
+            with _refusing(), recorder, around(recorder, places):
+                output = forward(value)
             self.has_asked |= recorder.has_asked
             for call in recorder.calls:
                 call.owners = batch.owners
@@ -212,12 +205,9 @@ class Records(AbstractGradientEngine):
     # -- backward --------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
-        self._go_back(
-            loss,
-            [CallSums(self._params, self._memory, combined=combined) for _ in self._groups],
-            self._params,
-            keep_graph=keep_graph,
-        )
+        sums = [CallSums(self._params, self._memory, combined=combined) for _ in self._groups]
+        with _refusing():
+            self._go_back(loss, sums, self._params, keep_graph=keep_graph)
 
     def along(
         self, run_again: Callable[[], Tensor], direction: Tensor, weights: tuple[float, float]
@@ -297,6 +287,18 @@ class Records(AbstractGradientEngine):
         self.drop()
         self._module, self._params, self._names = None, (), {}
         self._memory = ScratchPool()
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Refuse what raises, inside: torch's own words tell sizes of a batch, which is private."""
+    try:
+        yield
+    except (UnsupportedModelError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = _RAISED.format(type(error).__name__)
+        raise UnsupportedModelError(f"{reason}.", topic="unsupported-model") from error
 
 
 def _as_rows(x: Any) -> Any:

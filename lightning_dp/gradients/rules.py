@@ -48,7 +48,7 @@ class FunctionLayer:
     """The arguments of a function, which torch names as the attributes of a layer; else its defaults."""
 
     padding_idx = max_norm = running_mean = None
-    scale_grad_by_freq = sparse = False
+    scale_grad_by_freq = False
     stride = dilation = groups = 1
     padding, padding_mode = 0, "zeros"
     use_input_stats, eps = True, 1e-5
@@ -190,7 +190,7 @@ def _has_bias_of(outputs: int, layer: FunctionLayer, input: Tensor) -> bool:
 
 
 def _is_lookup(layer: FunctionLayer, input: Tensor) -> bool:
-    is_changed = layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse
+    is_changed = layer.max_norm is not None or layer.scale_grad_by_freq
     return not is_changed and not input.is_floating_point()  # torch.embedding has the table first
 
 

@@ -345,7 +345,7 @@ def _next(setting: Setting, factor: float, otherwise: str) -> str:
     now = 0.0 if optimizer is None else optimizer.learning_rate
     is_opposite = rate is not None and (rate > now) != (factor > 1)
     if (plan is not None or rate is not None) and not (is_opposite or setting.steps_before):
-        return "The advice at the start holds for another training."
+        return "Follow the advice at the start in another training."
     rate = None if is_opposite else advised_rate(setting, None, factor)
     words = [] if rate is None or optimizer is None else [_with_rate(optimizer, rate)]
     cost = ", whose ε adds to this one on the same records" if setting.target_epsilon else ""

@@ -608,7 +608,7 @@ class DifferentialPrivacyStrategy(Strategy):
             fit.earlier.released(checkpoint.get("state_dict", {}))
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if fit is not None and self.is_global_zero:
-            run.ledger.note_saved()
+            run.ledger.note_saved(0 if run.mechanism is None else run.mechanism.ahead)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         with self._without_guard():

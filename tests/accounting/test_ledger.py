@@ -24,7 +24,7 @@ from lightning_dp.accounting import (
     recover_journal,
     sweep_history,
 )
-from lightning_dp.accounting.events import PoissonRound
+from lightning_dp.accounting.events import CyclicRound, PoissonRound
 from lightning_dp.accounting.journal import Charges, JournalError, read_journal
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.callbacks import PrivacyLogger
@@ -134,6 +134,34 @@ def test_further_runs_go_on_in_the_same_journal(tmp_path, books):
     assert not (tmp_path / "elsewhere").exists()
 
 
+def test_journals_that_went_apart_both_count(tmp_path, books):
+    """A folder was copied, each copy was charged where the other was not, and they meet again."""
+    ledger = Ledger()
+    ledger.begin("run-1", tmp_path / "here")
+    ledger.note_plan(3.0, 10, is_replanned=False)
+    ledger.charge(A)
+    state, here = ledger.state_dict(), books.journal_of(ledger)
+    ledger.charge(A)
+    ledger._journal.close()  # a crash
+    there = tmp_path / "there" / here.name
+    there.parent.mkdir()
+    there.write_bytes(here.read_bytes())
+    here.rename(tmp_path / "away")
+    other = books.restored(state, there.parent)
+    other.begin("run-2", there.parent)
+    other.charge(B)
+    other.end()
+    (tmp_path / "away").rename(here)
+
+    both = books.restored(state, there.parent)
+
+    assert books.counts(both) == {A: 2, B: 1}
+    assert both.crashed is None  # another run ended in order
+    both.begin("run-3", there.parent)
+    both.end()
+    assert read_journal(here)[1] == {"run-1": [(A, 2)], "run-2": [(B, 1)]}
+
+
 def test_ledgers_that_meet_are_united(tmp_path, books):
     ledger = books.ledger_with(tmp_path, A, A)
     older = ledger.state_dict()
@@ -213,6 +241,27 @@ def test_noise_is_planned_anew_only_after_a_crash(tmp_path, first, then, is_cras
     assert (resumed.crashed is not None) == expected
     assert resumed.crashed is None or resumed.crashed.last_step == 10
     assert not resumed.is_replanned
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "is_crash"), [(1, 1, True), (1, 3, False), (3, 3, True), (0, 0, False)]
+)
+def test_of_checkpoints_inside_a_block_the_latest_one_is_planned_anew(
+    tmp_path, saved, resumed, is_crash
+):
+    """All know the same charge; it is told how many of its four steps they had not made."""
+    ledger = Ledger()
+    ledger.journal_path = tmp_path / f"{ledger.id}.journal"
+    fit(ledger, "a" * 16, charges=0)
+    ledger.charge(CyclicRound(2.0, 0.4, steps=4))
+    ledger.note_saved(ahead=saved)
+    state = ledger.state_dict()
+    crash(ledger)
+
+    again = Ledger()
+    again.restore(state, tmp_path, ahead=resumed)
+
+    assert (again.crashed is not None) == is_crash
 
 
 def checkpoint_of(state: object, folder: Path) -> Path:

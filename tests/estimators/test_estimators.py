@@ -13,6 +13,7 @@ import torch
 from lightning_dp import estimators
 from lightning_dp.boundary import Query, Release, State, Term
 from lightning_dp.estimators import AbstractEstimator, CubicNewton, Diff2, MeanGradient, Storm
+from lightning_dp.estimators.base import Driver
 
 # One line for each estimator.
 CASES: dict[str, AbstractEstimator] = {
@@ -104,6 +105,12 @@ def test_other_estimators_take_any_optimizer(optimizer):
     for estimator in (MeanGradient(), Diff2(3), Storm(0.5)):
         estimator.check(optimizer([torch.zeros(2, requires_grad=True)]))
         assert estimator.traits.queries_per_step == 1 and not estimator.traits.uses_hessian
+
+
+def test_the_query_that_all_processes_agree_on_is_the_one_asked():
+    driver = Driver.begin(MeanGradient(), PARAMS)
+    halved = driver.ask(PARAMS, 1.0, lambda query: dataclasses.replace(query, clip_norm=0.5))
+    assert halved.clip_norm == 0.5
 
 
 def test_mean_gradient_asks_for_the_gradient_where_the_model_is():

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_dp.boundary import Query, Release, State, Term
-from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.functional import flatten
 from lightning_dp.sampling import FullBatch
-from tests.zoo import private
+from tests.zoo import clipped, flat, gradient_rows, private
 
 
 @dataclass(frozen=True)
@@ -42,26 +41,19 @@ class Difference(AbstractEstimator):
         return v, {"v": v, "point": flatten(params)}
 
 
-def _slow_gradients(net: nn.Module, data: Any, point: Tensor) -> list[Tensor]:
-    """Each record's gradient at a flat point, one at a time, in float64."""
-    twin = net.double()
-    nn.utils.vector_to_parameters(point.double(), twin.parameters())
-    gradients = []
-    for x, y in data:
-        twin.zero_grad()
-        nn.functional.cross_entropy(twin(x.double().unsqueeze(0)), y.unsqueeze(0)).backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in twin.parameters()]).clone())
-    return gradients
-
-
 def _slow_run(net: nn.Module, data: Any, clip_norm: float, steps: int, lr: float) -> Tensor:
-    x = flatten(list(net.parameters())).double()
+    """In float64, each record's gradient at both points by itself."""
+    twin, (features, y) = net.double(), data.tensors
+
+    def rows(point: Tensor) -> Tensor:
+        nn.utils.vector_to_parameters(point, twin.parameters())
+        return gradient_rows(twin, features.double(), y)
+
+    x = flat(twin)
     v, before = torch.zeros_like(x), None
     for _ in range(steps):
-        here = _slow_gradients(net, data, x)
-        there = [0 * g for g in here] if before is None else _slow_gradients(net, data, before)
-        for a, b in zip(here, there, strict=True):
-            v = v + (a - b) * min(1.0, clip_norm / float((a - b).norm())) / len(data)
+        difference = rows(x) - (0.0 if before is None else rows(before))
+        v = v + clipped(difference, clip_norm) / len(data)
         before, x = x, x - lr * v
     return x
 
@@ -69,12 +61,8 @@ def _slow_run(net: nn.Module, data: Any, clip_norm: float, steps: int, lr: float
 @pytest.mark.parametrize("chunk", [240, 80])
 @pytest.mark.parametrize("clip_norm", [100.0, 0.3])
 def test_differences_equal_a_slow_loop(classifier, mlp, blobs, make_trainer, chunk, clip_norm):
-    privacy = DifferentialPrivacy(
-        target_delta=1e-5,
-        noise_multiplier=0.0,
-        estimator=Difference(clip_norm),
-        sampling=FullBatch(),
-    )
+    exact = {"noise_multiplier": 0.0, "sampling": FullBatch()}
+    privacy = private(estimator=Difference(clip_norm), **exact)
     model = classifier(mlp())
     make_trainer(max_epochs=4, callbacks=[privacy]).fit(model, DataLoader(blobs, chunk))
 
@@ -124,8 +112,6 @@ def test_manual_optimization_is_refused(classifier, mlp, loader, make_trainer):
             self.manual_backward(super().training_step(batch, batch_idx))
             self.optimizers().step()
 
-    privacy = DifferentialPrivacy(
-        target_delta=1e-5, noise_multiplier=1.0, estimator=Difference(1.0)
-    )
+    privacy = private(estimator=Difference(1.0))
     with pytest.raises(Exception, match="manual optimization"):
         make_trainer(max_epochs=1, callbacks=[privacy]).fit(Manual(mlp()), loader)

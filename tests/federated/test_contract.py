@@ -152,13 +152,14 @@ def test_noise_and_batches_are_a_function_of_the_seed_and_of_nothing_else(protoc
     assert len({tuple(each.tolist()) for found in tensors for each in found.values()}) == 5
 
 
+class Silent(LogCosh):
+    def rows(self, point, direction=None, records=None):
+        return torch.zeros(len(records), SIZE, dtype=torch.float64)
+
+
 @pytest.mark.parametrize("seed", [None, 7])
 def test_every_release_has_its_own_noise(protocol, tmp_path, seed):
     """Records whose gradient is 0, so that nothing but the noise is sent."""
-
-    class Silent(LogCosh):
-        def rows(self, point, direction=None, records=None):
-            return torch.zeros(len(records), SIZE, dtype=torch.float64)
 
     clients = [protocol.make(Silent(), tmp_path / name, seed=seed) for name in ("one", "other")]
     replies = [client.answer(protocol.request(i)) for client in clients for i in range(3)]
@@ -194,6 +195,18 @@ def test_sampling_amplifies_nothing_where_the_client_is_the_unit(name, tmp_path)
     client = protocol.make(records, tmp_path)
     client.answer(protocol.request())
     assert history(tmp_path) == [(Gaussian(Z), 1)] and client.facts["unit"] == "client"
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_leaves_a_whole_client_is_not_scaled_by_its_number_of_records(name, tmp_path):
+    """Noise over N would tell N, and so whether a client is as large as another one."""
+    sent = []
+    for num_records in (RECORDS, 100 * RECORDS):
+        records = Silent(num_records)
+        records.unit = "client"
+        client = PROTOCOLS[name].make(records, tmp_path / f"{num_records}", seed=7)
+        sent.append(client.answer(PROTOCOLS[name].request()))
+    assert sent[0] == sent[1]
 
 
 class Fails(LogCosh):

@@ -27,6 +27,7 @@ from lightning_dp.federated.local import LocalRecords
 from lightning_dp.federated.protocol import Message, MessageError
 from lightning_dp.federated.synchronous import BVRLSGD, QueryClient, SynchronousServer
 from lightning_dp.noise_plan import NoisePlan
+from lightning_dp.sampling import CyclicPoisson, TruncatedPoisson
 from tests.federated.zoo import (
     CLIENTS,
     DIFF2,
@@ -95,6 +96,31 @@ def test_only_a_trusted_server_gets_sums_without_noise_and_no_disk_does(tmp_path
     assert client(tmp_path, plan, trusts_server=True).answer(request) == reply
     payload = Message.from_bytes(reply).tensors["sum"].numpy().tobytes()
     assert payload in reply and all(payload not in content for content in files(tmp_path).values())
+
+
+@pytest.mark.parametrize("start", [START, START + 1])
+def test_two_servers_of_one_name_do_not_both_noise_a_sum(start, tmp_path):
+    """One charge is for one noise; a server that goes on from its state is the same one."""
+    plan = plan_of(MeanGradient(1.0))
+    one, other = server(plan, noise="server"), server(plan, start, noise="server")
+    reply = client(tmp_path, plan, trusts_server=True).answer(one.request(0))
+    with pytest.raises(MessageError, match=r"without noise.* another server needs another name"):
+        client(tmp_path, plan, trusts_server=True).answer(other.request(0))
+    again = server(plan, noise="server")
+    again.load_state_dict(one.state_dict())
+    assert client(tmp_path, plan, trusts_server=True).answer(again.request(0)) == reply
+    one.receive(0, reply)
+    client(tmp_path, plan, trusts_server=True).answer(one.request(0))
+    assert history(tmp_path) == [(Gaussian(Z), 2)]
+
+
+@pytest.mark.parametrize("sampling", [TruncatedPoisson(9, num_records=9), CyclicPoisson(2)])
+def test_batches_that_are_not_drawn_each_by_itself_are_refused_at_no_cost(sampling, tmp_path):
+    plan = NoisePlan(Z, Constant(), sampling, 0.2, MeanGradient(1.0))
+    for make in (server, lambda plan: client(tmp_path, plan)):
+        with pytest.raises(ValueError, match=r"Use Poisson\(\) or FullBatch\(\)"):
+            make(plan)
+    assert not files(tmp_path)
 
 
 class Three(AbstractEstimator):

@@ -393,7 +393,12 @@ EXAMPLES: Mapping[str, Example] = {
     "conv transposed": on_images(lambda: nn.ConvTranspose2d(2, 4, 3), by=HOOKED),
     "conv on small maps": on_images(of(lambda: nn.Conv2d(2, 40, (1, 2)), nn.Tanh,
                                        lambda: nn.Conv2d(40, 36, (3, 2), padding=(1, 0))), 4, 4),
-    "channels last": on_images(lambda: nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)),
+    "channels last": on_images(
+        of(lambda: nn.Conv2d(2, 4, 3), lambda: nn.GroupNorm(2, 4),
+           lambda: nn.Conv2d(4, 4, 2).to(memory_format=torch.channels_last))),
+    "summed over space": Example(net(
+        lambda m, x: m.norm(m.conv(x)).sum((2, 3)), conv=lambda: nn.Conv2d(2, 3, 3),
+        norm=lambda: nn.GroupNorm(1, 3)), images, by=ALL),
     "standardised conv": Example(
         net(lambda m, x: standardised(m, x).mean((2, 3)), conv=lambda: nn.Conv2d(2, 3, 3)), images
     ),

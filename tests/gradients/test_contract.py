@@ -73,7 +73,7 @@ def rows(example: Example, module: nn.Module, batch: Batch, along: Tensor | None
                 pairs = zip(parts, unflatten(along, params), strict=True)
                 products = [(real(p) * real(u)).sum() for p, u in pairs if p.requires_grad]
                 parts = torch.autograd.grad(sum(products), params, materialize_grads=True)
-        found.append(torch.cat([real(part).flatten() for part in parts]))
+        found.append(torch.cat([real(part.to_dense()).flatten() for part in parts]))
     return torch.stack(found).detach()
 
 

@@ -110,10 +110,10 @@ def test_linear_layers_and_norms_on_positions(length, width, out, bias, norm):
 
 
 @FEW
-@given(st.integers(1, 8), st.integers(0, 8), st.sampled_from([None, 0, 3, -2]))
-def test_embeddings(rows_of_table, length, padding):
+@given(st.integers(1, 8), st.integers(0, 8), st.sampled_from([None, 0, 3, -2]), st.booleans())
+def test_embeddings(rows_of_table, length, padding, sparse):
     rows_of_table += 3
-    table = lambda: nn.Embedding(rows_of_table, 3, padding_idx=padding)  # noqa: E731
+    table = lambda: nn.Embedding(rows_of_table, 3, padding, sparse=sparse)  # noqa: E731
     make = net(
         lambda m, x: m.head(m.table(x).sum(1).sin()), table=table, head=lambda: nn.Linear(3, 3)
     )
@@ -124,9 +124,11 @@ def test_embeddings(rows_of_table, length, padding):
 @FEW
 @given(
     st.sampled_from(["sum", "mean", "max"]), st.sampled_from([None, 0, -2]), st.integers(1, 6),
-    st.booleans(), st.booleans(),
+    st.booleans(), st.booleans(), st.booleans(),
 )  # fmt: skip
-def test_bags(mode, padding, length, weighted, is_long):
+def test_bags(mode, padding, length, weighted, is_long, sparse):
+    sparse = sparse and mode != "max"  # torch has none
+
     def forward(m: Net, x: Tensor) -> Tensor:
         offsets = torch.arange(0, x.numel(), x.shape[1]) if is_long else None
         x = x.flatten() if is_long else x
@@ -134,7 +136,7 @@ def test_bags(mode, padding, length, weighted, is_long):
         return m.head(m.bag(x, offsets, weights))
 
     parts = {
-        "bag": lambda: nn.EmbeddingBag(7, 6, mode=mode, padding_idx=padding),
+        "bag": lambda: nn.EmbeddingBag(7, 6, mode=mode, padding_idx=padding, sparse=sparse),
         "gain": lambda: nn.Parameter(torch.randn(7)),
         "head": lambda: nn.Linear(6, 3),
     }

@@ -22,7 +22,6 @@ def test_where_no_rule_holds_there_is_none():
         ("matmul", (X, W[0]), {}),
         ("embedding", (TOKENS, TABLE), {"max_norm": 1.0}),
         ("embedding", (TOKENS, TABLE), {"scale_grad_by_freq": True}),
-        ("embedding", (TOKENS, TABLE), {"sparse": True}),
         ("embedding", (TABLE, TOKENS), {}),  # torch.embedding has the table first
         ("layer_norm", (X, (5,)), {}),
         ("rms_norm", (X, (5,)), {}),

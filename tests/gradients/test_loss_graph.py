@@ -15,6 +15,7 @@ from lightning_dp.gradients import CoupledLossError, RecordPasses
 from lightning_dp.gradients.graph import check_loss_graph
 
 N, CLASSES, STEPS = 6, 5, 7
+WEIGHTS = torch.arange(1.0, 1.0 + CLASSES)
 OWNERS = torch.arange(N).repeat_interleave(STEPS)
 
 
@@ -93,6 +94,10 @@ COUPLED: dict[str, Loss] = {
     "norm": lambda b: b.out.norm() ** 2 / N,
     "dice": lambda b: dice(b, 0),
     "vicreg": vicreg,
+    "class_weights": lambda b: F.cross_entropy(b.out, b.y, WEIGHTS),
+    "class_weights_of_pixels": lambda b: F.nll_loss(
+        b.steps.mT, b.y[:, None].expand(N, STEPS), WEIGHTS
+    ),
     "mean_of_chosen": lambda b: b.losses[b.mask].mean(),
     "mean_of_tokens": lambda b: b.steps[b.valid].pow(2).mean(),
     "cross_entropy_of_chosen": lambda b: F.cross_entropy(b.out[b.mask], b.y[b.mask]),
@@ -101,6 +106,11 @@ COUPLED: dict[str, Loss] = {
 
 SEPARATE: dict[str, Loss] = {
     "cross_entropy": lambda b: F.cross_entropy(b.out, b.y, label_smoothing=0.1),
+    "class_weights_summed": lambda b: F.cross_entropy(b.out, b.y, WEIGHTS, reduction="sum") / N,
+    "class_weights_of_each": lambda b: (
+        sum(F.cross_entropy(x, y.expand(STEPS), WEIGHTS) for x, y in zip(b.steps, b.y, strict=True))
+        / N
+    ),
     "smooth_l1": lambda b: F.smooth_l1_loss(b.out, torch.zeros(N, CLASSES)),
     "binary": lambda b: F.binary_cross_entropy_with_logits(b.out, torch.zeros(N, CLASSES)),
     "margin": lambda b: F.multi_margin_loss(b.out, b.y),

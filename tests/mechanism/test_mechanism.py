@@ -440,6 +440,7 @@ class Round(AbstractEstimator):
 
     multipliers: tuple[float, ...]
     says: int = 0
+    asks: int = 99
 
     @property
     def traits(self) -> Traits:
@@ -448,8 +449,9 @@ class Round(AbstractEstimator):
     def init(self, params: Sequence[Tensor]) -> State:
         return {"asked": 0}
 
-    def ask(self, state: State, params: Sequence[Tensor], step: int, z: float) -> Query:
-        return Query((Term(),), 1.0, self.multipliers[state["asked"]])
+    def ask(self, state: State, params: Sequence[Tensor], step: int, z: float) -> Query | None:
+        asked = state["asked"]
+        return Query((Term(),), 1.0, self.multipliers[asked]) if asked < self.asks else None
 
     def tell(
         self, state: State, params: Sequence[Tensor], step: int, released: Release
@@ -507,10 +509,17 @@ def test_booking_a_round_as_one_of_its_queries_is_refused_before_the_data_are_to
     assert machine.ledger.steps == 1  # what was asked is charged
 
 
-def test_an_estimator_may_not_ask_more_often_than_it_says():
-    machine = mechanism_of(Round((9.0, 9.0, 9.0), says=2), 1.0)
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"says": 2}, r"no estimate after 2 queries at step 0.*queries_per_step=2"),
+        ({"asks": 1}, "asks nothing at step 0, and has no estimate"),
+    ],
+)
+def test_an_estimator_asks_as_often_as_it_says_until_it_has_an_estimate(options, match):
+    machine = mechanism_of(Round((9.0, 9.0, 9.0), **options), 1.0)
     machine.ask(THREE)
-    with pytest.raises(RuntimeError, match="queries_per_step=2"):
+    with pytest.raises(RuntimeError, match=match):
         machine.tell(THREE, lambda: None)
 
 

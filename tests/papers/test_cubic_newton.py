@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,8 +21,6 @@ from lightning_dp.accounting import Gaussian, epsilon
 from lightning_dp.boundary import Query, Term, bounded_sum
 from lightning_dp.gradients.layer_calls import LayerCalls
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "papers"
-SCRIPT = EXAMPLES / "cubic_newton.py"
 MODULES = (
     *("cubic_newton_data", "cubic_newton_run", "cubic_newton_paper"),
     *("cubic_newton_report", "cubic_newton"),
@@ -34,11 +28,8 @@ MODULES = (
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
-    for name in MODULES:
-        sys.modules.pop(name, None)
+def example(import_paper: Callable[[str], Any]) -> Any:
+    return SimpleNamespace(**{name: import_paper(name) for name in MODULES})
 
 
 @pytest.fixture
@@ -203,16 +194,9 @@ def test_the_papers_noise_is_that_of_theorem_1(example, folder):
 
 
 @pytest.mark.slow
-def test_the_quick_run_prints_its_tables_and_draws_its_picture(folder, tmp_path):
-    clean = {k: v for k, v in os.environ.items() if k != "LIGHTNING_DP_DATA"}
+def test_the_quick_run_prints_its_tables_and_draws_its_picture(run_paper, folder, tmp_path):
     arguments = ["--quick", "--jobs", "1", "--output", str(tmp_path / "pictures")]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        cwd=tmp_path,
-        env={**clean, "LIGHTNING_DP_DATA": str(folder), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    done = run_paper("cubic_newton.py", *arguments, data=folder)
     assert done.returncode == 0, done.stderr
     assert "phishing: 40 clients with m = 10, d = 7, 100 to test" in done.stdout
     rows = re.findall(r"\| ([\d.]+) \| (Fed-SGD|Newton)(?:, k/d = 0.1)? \| \d+ \|", done.stdout)

@@ -153,7 +153,7 @@ ENDS = "For another training, whose ε adds to this one on the same records: "
         (LEARNS, adam(0.003), GOOD, f"{ENDS}lr=0.009 for Adam (now 0.003) or more epochs."),
         (LEARNS, adam(0.02), GOOD, f"{ENDS}more epochs."),  # 0.06 would be taken back at the start
         (LEARNS, adam(0.3), GOOD, f"{ENDS}more epochs."),  # the start advised a smaller rate
-        (LEARNS, {}, {}, "The advice at the start holds for another training."),
+        (LEARNS, {}, {}, "Follow the advice at the start in another training."),
         (LEARNS, {"optimizer": None}, GOOD, f"{ENDS}more epochs."),
         (LEARNS, {"target_epsilon": None, **adam(0.002)}, {}, "For another training: lr=0.006"),
         (JUMPS, adam(0.01), GOOD, f"{ENDS}lr=0.003 for Adam (now 0.01) or a rate that decays."),

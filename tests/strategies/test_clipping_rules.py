@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import AdaptiveQuantile, Automatic, Checks, FullBatch, PerGroup
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian
-from tests.zoo import Classifier, flat, private, records
+from tests.zoo import Classifier, clipped, flat, gradient_rows, private, records
 
 ENGINES = ("layers", "records", "ghost", "one_by_one", "hooks")
 GROUPS = PerGroup({"*0.weight": 0.3, "*0.bias": 0.1, "*": 0.2})
@@ -73,18 +73,12 @@ def test_one_more_record_moves_the_sum_by_at_most_the_sensitivity(engine, make_t
 def test_a_released_sum_is_that_of_a_loop_over_records(engine, rule, make_trainer):
     x, y = records(N)
     found = sum_of(make_trainer, x, y, engine=engine, clipping=rule)
-    net, total = network(), torch.zeros(63, dtype=torch.float64)
-    for i in range(N):
-        net.zero_grad()
-        nn.functional.cross_entropy(net(x[i : i + 1]), y[i : i + 1]).backward()
-        grads = [p.grad.flatten().double() for p in net.parameters()]
-        if rule is GROUPS:
-            rest = torch.cat(grads[2:])
-            parts = zip((grads[0], grads[1], rest), GROUPS.groups.values(), strict=True)
-            total += torch.cat([part * min(1.0, c / float(part.norm())) for part, c in parts])
-        else:
-            whole = torch.cat(grads)
-            total += whole / (whole.norm() + rule.gamma)
+    rows = gradient_rows(network(), x, y).double()
+    if rule is GROUPS:
+        parts = zip(rows.split([30, 5, 28], dim=1), GROUPS.groups.values(), strict=True)
+        total = torch.cat([clipped(part, norm) for part, norm in parts])
+    else:
+        total = (rows / (rows.norm(dim=1, keepdim=True) + rule.gamma)).sum(0)
     torch.testing.assert_close(found, total, rtol=1e-4, atol=1e-4)
 
 
@@ -130,21 +124,11 @@ def test_without_noise_the_clip_norm_is_the_recursion_on_exact_shares(make_train
         model, DataLoader(TensorDataset(x, y), batch_size=N)
     )
     net, clip_norm, found = network(), 2.0, []
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(8):
-        gradients = []
-        for i in range(N):
-            net.zero_grad()
-            nn.functional.cross_entropy(net(x[i : i + 1]), y[i : i + 1]).backward()
-            gradients.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
-        lengths = torch.stack([g.norm() for g in gradients])
-        total = sum(g * min(1.0, clip_norm / float(g.norm())) for g in gradients) / N
-        for param, part in zip(
-            net.parameters(), total.split([p.numel() for p in net.parameters()]), strict=True
-        ):
-            param.grad = part.view_as(param)
-        optimizer.step()
-        within = float((lengths <= clip_norm).double().mean())
+        rows = gradient_rows(net, x, y)
+        moved = flat(net) - 0.1 * clipped(rows, clip_norm) / N
+        nn.utils.vector_to_parameters(moved, net.parameters())
+        within = float((rows.norm(dim=1) <= clip_norm).double().mean())
         clip_norm = min(3.0, max(0.1, clip_norm * math.exp(-0.5 * (within - 0.3))))
         found.append(clip_norm)
     assert norms.found == pytest.approx(found, rel=1e-6)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import Checks, Diff2, FullBatch, fix, rows_of_records
 from lightning_dp.callbacks import DifferentialPrivacy
-from tests.zoo import private
+from tests.zoo import clipped, gradient_rows, private
 
 # -- activation checkpoints: the same weights as without them ------------------------------------
 
@@ -309,17 +309,10 @@ def test_it_takes_the_steps_of_each_record_alone(case, blobs, classifier, fit):
 
 def stepped(model: Any, x: Tensor, y: Tensor, clip_norm: float) -> dict[str, Tensor]:
     """The parameters after one step of SGD with clipped gradients, one record at a time."""
-    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    total = {name: torch.zeros_like(param) for name, param in params.items()}
-    for one, label in zip(x, y, strict=True):
-        loss = nn.functional.cross_entropy(model(one[None]), label[None])
-        rows = torch.autograd.grad(loss, list(params.values()))
-        norm = torch.cat([row.flatten() for row in rows]).norm()
-        for name, row in zip(params, rows, strict=True):
-            total[name] += row * (clip_norm / norm).clamp(max=1.0)
-    with torch.no_grad():
-        for name, param in params.items():
-            param -= 0.1 * total[name] / len(x)
+    params = [param for param in model.parameters() if param.requires_grad]
+    moved = 0.1 * clipped(gradient_rows(model, x, y), clip_norm) / len(x)
+    start = nn.utils.parameters_to_vector(params).detach()
+    nn.utils.vector_to_parameters(start - moved, params)
     return dict(model.named_parameters())
 
 

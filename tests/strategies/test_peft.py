@@ -11,7 +11,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import FullBatch
-from tests.zoo import private
+from tests.zoo import clipped, gradient_rows, private
 
 peft = pytest.importorskip("peft", reason="adapters of the library peft")
 
@@ -53,14 +53,9 @@ def tokens() -> TensorDataset:
 def clipped_mean(net: Any, data: TensorDataset) -> dict[str, Tensor]:
     """One record at a time, over what is trainable."""
     trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
-    mean = {name: torch.zeros_like(p) for name, p in trained.items()}
-    for x, y in data:
-        loss = nn.functional.cross_entropy(net(x[None]), y[None])
-        parts = torch.autograd.grad(loss, list(trained.values()))
-        norm = torch.stack([part.square().sum() for part in parts]).sum().sqrt()
-        for name, part in zip(trained, parts, strict=True):
-            mean[name] += part * min(1.0, CLIP_NORM / float(norm)) / len(data)
-    return mean
+    mean = clipped(gradient_rows(net, *data.tensors), CLIP_NORM) / len(data)
+    parts = mean.split([p.numel() for p in trained.values()])
+    return {name: part.view_as(trained[name]) for name, part in zip(trained, parts, strict=True)}
 
 
 @pytest.mark.parametrize("wrapped", [True, False])

@@ -11,15 +11,11 @@ from torch.utils.data import DataLoader
 
 from lightning_dp import FullBatch
 from lightning_dp._refusals import PrivacyWarning
-from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.strategies.hooks import PrivacyCallback
 from lightning_dp.strategies.strategy import install
-from tests.zoo import private
+from tests.zoo import clipped, flat, gradient_rows, private
 
 # -- optimizers, schedulers, precision and limits ------------------------------------------------
-
-
-DELTA = 1e-5
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -154,39 +150,22 @@ def test_frozen_layers_do_not_move_and_take_no_part_of_the_norm(
 
     assert weights(net[0]).equal(weights(mlp()[0]))
     # Every record is clipped; were frozen gradients in the norm, the rest would be shorter.
-    x, y = loader.dataset.tensors
-    head, total = mlp(), 0.0
-    for i in range(240):
-        loss = nn.functional.cross_entropy(head(x[i : i + 1]), y[i : i + 1])
-        gradient = torch.cat(
-            [g.flatten() for g in torch.autograd.grad(loss, list(head[2].parameters()))]
-        )
-        total = total + gradient * min(1.0, 1e-3 / float(gradient.norm()))
-    torch.testing.assert_close(
-        weights(mlp()[2]) - weights(net[2]), total / 240, rtol=1e-3, atol=1e-8
-    )
+    head = mlp()
+    head[0].requires_grad_(False)
+    mean = clipped(gradient_rows(head, *loader.dataset.tensors), 1e-3) / 240
+    torch.testing.assert_close(weights(mlp()[2]) - weights(net[2]), mean, rtol=1e-3, atol=1e-8)
 
 
 def test_parts_in_eval_mode_are_trained_as_they_are(classifier, loader, fit):
     net = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5), nn.Linear(4, 3))
     net[:2].eval()
-    x, y = loader.dataset.tensors
-    mean = torch.zeros(sum(param.numel() for param in net.parameters()))
-    for i in range(len(x)):
-        loss = nn.functional.cross_entropy(net(x[i : i + 1]), y[i : i + 1])
-        row = torch.cat([p.flatten() for p in torch.autograd.grad(loss, [*net.parameters()])])
-        mean += row * (0.1 / row.norm()).clamp(max=1) / len(x)
-    expected = nn.utils.parameters_to_vector(net.parameters()).detach() - mean
-    silent = DifferentialPrivacy(
-        noise_multiplier=0.0, max_grad_norm=0.1, target_delta=DELTA, sampling=FullBatch()
-    )
+    expected = flat(net) - clipped(gradient_rows(net, *loader.dataset.tensors), 0.1) / 240
+    silent = private(noise_multiplier=0.0, max_grad_norm=0.1, sampling=FullBatch())
 
     model = classifier(net, lambda params: torch.optim.SGD(params, lr=1.0))
     fit(model, silent, DataLoader(loader.dataset, batch_size=240), max_steps=1)
 
-    torch.testing.assert_close(
-        nn.utils.parameters_to_vector(net.parameters()).detach(), expected, rtol=0, atol=1e-5
-    )
+    torch.testing.assert_close(flat(net), expected, rtol=0, atol=1e-5)
     assert [part.training for part in net] == [False, False, True]
 
 
@@ -206,7 +185,7 @@ def test_a_forward_pass_beside_the_loss_is_no_part_of_it(
         privacy = private(noise_multiplier=0.0, seed=1, engine=engine)
         model = kind(mlp())
         make_trainer(max_steps=3, callbacks=[privacy]).fit(model, loader)
-        return nn.utils.parameters_to_vector(model.parameters())
+        return flat(model)
 
     assert torch.equal(fit(Twice), fit(classifier))
 

@@ -83,3 +83,24 @@ def assert_refused(tmp_path: Path, privacy: DifferentialPrivacy) -> Callable[...
         assert [name for name in left if not (gradient_left and name.endswith(".grad"))] == []
 
     return check
+
+
+@pytest.fixture
+def refuses(
+    loader: Any,
+    make_trainer: Callable[..., L.Trainer],
+    privacy: DifferentialPrivacy,
+    assert_refused: Callable[..., None],
+) -> Callable[..., None]:
+    """``refuses(model, match, data, callbacks=..., charged=..., max_epochs=...)``: of a whole fit."""
+
+    def check(
+        model: L.LightningModule, match: str, data: Any = None, callbacks: Any = (), **options: Any
+    ) -> None:
+        left = {k: options.pop(k) for k in ("charged", "released", "gradient_left") if k in options}
+        trainer = make_trainer(**{"max_epochs": 1, "callbacks": [privacy, *callbacks], **options})
+        assert_refused(
+            lambda: trainer.fit(model, loader if data is None else data), match, model, **left
+        )
+
+    return check

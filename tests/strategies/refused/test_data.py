@@ -131,13 +131,9 @@ LOADERS = {
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_a_loader_that_cannot_be_sampled_is_refused(
-    name, blobs, classifier, mlp, make_trainer, privacy, assert_refused
-):
+def test_a_loader_that_cannot_be_sampled_is_refused(name, blobs, classifier, mlp, refuses):
     make_loader, match = LOADERS[name]
-    model, trainer = classifier(mlp()), make_trainer(max_epochs=1, callbacks=[privacy])
-
-    assert_refused(lambda: trainer.fit(model, make_loader(blobs)), match, model)
+    refuses(classifier(mlp()), match, make_loader(blobs))
 
 
 REPEATS = {
@@ -154,22 +150,14 @@ REPEATS = {
 
 
 @pytest.mark.parametrize("name", REPEATS)
-def test_a_record_that_counts_several_times_is_refused(
-    name, blobs, classifier, mlp, make_trainer, privacy, assert_refused
-):
+def test_a_record_that_counts_several_times_is_refused(name, blobs, classifier, mlp, refuses):
     make, match = REPEATS[name]
-    model, trainer = classifier(mlp()), make_trainer(max_epochs=1, callbacks=[privacy])
-
-    assert_refused(
-        lambda: trainer.fit(model, plain(make(blobs))), f"{match}.*Name each record once", model
-    )
+    refuses(classifier(mlp()), f"{match}.*Name each record once", plain(make(blobs)))
 
 
-def test_an_empty_training_set_is_refused(classifier, mlp, make_trainer, privacy, assert_refused):
-    model, trainer = classifier(mlp()), make_trainer(max_epochs=1, callbacks=[privacy])
+def test_an_empty_training_set_is_refused(classifier, mlp, refuses):
     empty = DataLoader(TensorDataset(torch.zeros(0, 6), torch.zeros(0).long()), batch_size=24)
-
-    assert_refused(lambda: trainer.fit(model, empty), "training set is empty", model)
+    refuses(classifier(mlp()), "training set is empty", empty)
 
 
 # -- the private loader serves the training steps alone; whoever else asks it reads no record ----
@@ -229,16 +217,11 @@ def unprobed() -> DifferentialPrivacy:
 
 @pytest.mark.parametrize("asker", ASKERS)
 def test_a_hook_that_asks_the_training_loader_is_refused_before_a_record_is_read(
-    asker, data, classifier, mlp, make_trainer, privacy, assert_refused
+    asker, data, classifier, mlp, refuses
 ):
-    model, asks = classifier(mlp()), Asks("on_train_start", ASKERS[asker], data)
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy, asks])
-
-    assert_refused(
-        lambda: trainer.fit(model, DataLoader(data, 24)),
-        "test_data.*from the Trainer's training loader.*Use public data",
-        model,
-    )
+    asks = Asks("on_train_start", ASKERS[asker], data)
+    match = "test_data.*from the Trainer's training loader.*Use public data"
+    refuses(classifier(mlp()), match, DataLoader(data, 24), [asks])
     assert asks.read == len(data.asked) == 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -34,13 +33,12 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import (
-    Checks,
     CubicNewton,
     LaplacianSmoothing,
     Momentum,
     PrivacyConfig,
 )
-from lightning_dp.callbacks import DifferentialPrivacy, PrivateSingleDeviceStrategy
+from lightning_dp.callbacks import PrivateSingleDeviceStrategy
 from lightning_dp.strategies.checks import (
     check_strategy,
 )
@@ -68,14 +66,9 @@ NORMS = {
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_normalisation_over_the_batch_is_refused(name, classifier, fit, privacy, assert_refused):
+def test_normalisation_over_the_batch_is_refused(name, classifier, refuses):
     model = classifier(nn.Sequential(NORMS[name](), nn.Linear(6, 3)))
-
-    assert_refused(
-        lambda: fit(model, privacy, max_epochs=1),
-        r"\['net\.0'\] normalise.*lightning_dp\.fix\(model\)",
-        model,
-    )
+    refuses(model, r"\['net\.0'\] normalise.*lightning_dp\.fix\(model\)")
 
 
 # -- optimizers --------------------------------------------------------------------------------
@@ -123,11 +116,9 @@ OPTIMIZERS = {
 
 @pytest.mark.filterwarnings("ignore:.*configure_optimizers.*returned `None`")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_anything_but_one_ordinary_optimizer_is_refused(name, fit, privacy, assert_refused):
+def test_anything_but_one_ordinary_optimizer_is_refused(name, refuses):
     make, automatic, match = OPTIMIZERS[name]
-    model = Optimizers(make, automatic=automatic)
-
-    assert_refused(lambda: fit(model, privacy, max_epochs=1), match, model)
+    refuses(Optimizers(make, automatic=automatic), match)
 
 
 class Greedy(SGD):
@@ -153,16 +144,10 @@ class WithClosure(Optimizers):
 
 
 @pytest.mark.parametrize("automatic", [True, False])
-def test_a_closure_evaluated_twice_is_refused(automatic, fit, privacy, assert_refused):
+def test_a_closure_evaluated_twice_is_refused(automatic, refuses):
     model = WithClosure(lambda m: Greedy(m.parameters(), lr=0.1), automatic=automatic)
-
-    assert_refused(
-        lambda: fit(model, privacy, max_epochs=1),
-        "Greedy evaluated its closure twice.*Use an optimizer that evaluates it once",
-        model,
-        charged=1,
-        gradient_left=True,
-    )
+    match = "Greedy evaluated its closure twice.*Use an optimizer that evaluates it once"
+    refuses(model, match, charged=1, gradient_left=True)
 
 
 class Manual(Optimizers):
@@ -213,19 +198,9 @@ def bare_backward_and_step(model: Any, optimizer: Any, loss: Any) -> None:
         (bare_backward_and_step, r"not made private", 1, 0),
     ],
 )
-def test_a_batch_used_twice_or_past_the_strategy_is_refused(
-    act, match, charged, released, loader, make_trainer, privacy, assert_refused
-):
-    model, trainer = Manual(act), make_trainer(max_epochs=1, callbacks=[privacy])
-
-    assert_refused(
-        lambda: trainer.fit(model, loader),
-        match,
-        model,
-        charged=charged,
-        released=released,
-        gradient_left=released > 0,
-    )
+def test_a_batch_used_twice_or_past_the_strategy_is_refused(act, match, charged, released, refuses):
+    left = {"charged": charged, "released": released, "gradient_left": released > 0}
+    refuses(Manual(act), match, **left)
 
 
 # -- Trainers, callbacks and tuners --------------------------------------------------------------
@@ -251,14 +226,8 @@ class TakesIterator(Line):
         return cross_entropy(self.net(batch[0]), batch[1])
 
 
-def test_training_step_with_dataloader_iter_is_refused(
-    loader, make_trainer, privacy, assert_refused
-):
-    model, trainer = TakesIterator(), make_trainer(max_epochs=1, callbacks=[privacy])
-
-    assert_refused(
-        lambda: trainer.fit(model, loader), r"dataloader_iter.*training_step\(batch", model
-    )
+def test_training_step_with_dataloader_iter_is_refused(refuses):
+    refuses(TakesIterator(), r"dataloader_iter.*training_step\(batch")
 
 
 class OwnPrecision(MixedPrecision):
@@ -277,23 +246,17 @@ class OwnPrecision(MixedPrecision):
     ],
 )
 def test_trainer_arguments_under_which_epsilon_would_not_hold_are_refused(
-    arguments, match, classifier, mlp, fit, privacy, assert_refused
+    arguments, match, refuses
 ):
-    model = classifier(mlp())
-
-    assert_refused(lambda: fit(model, privacy, max_epochs=1, **arguments), match, model)
+    refuses(Line(), match, **arguments)
 
 
-def test_float16_with_gradients_of_opacus_is_refused(classifier, mlp, fit, assert_refused):
+def test_float16_with_gradients_of_opacus_is_refused(fit, assert_refused):
     """Their check adds records up in float16, where the sum of good ones may overflow."""
-    model = classifier(mlp())
     plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
-
-    assert_refused(
-        lambda: fit(model, private(engine="hooks"), max_epochs=1, plugins=plugins),
-        "16-mixed.*'hooks'.*bf16-mixed",
-        model,
-    )
+    model, match = Line(), "16-mixed.*'hooks'.*bf16-mixed"
+    options = {"max_epochs": 1, "plugins": plugins}
+    assert_refused(lambda: fit(model, private(engine="hooks"), **options), match, model)
 
 
 CALLBACKS = {
@@ -319,26 +282,22 @@ CALLBACKS = {
     [*((name, True) for name in CALLBACKS), ("StochasticWeightAveraging", False)],
 )
 def test_a_callback_that_trains_past_the_ledger_is_refused(
-    name, behind, loader, classifier, mlp, make_trainer, privacy, assert_refused
+    name, behind, loader, make_trainer, privacy, assert_refused
 ):
     make, reason = CALLBACKS[name]
     callbacks = [privacy, make()] if behind else [make(), privacy]
-    model = classifier(mlp())
+    model = Line()
     model.backbone = nn.Linear(2, 2)  # BackboneFinetuning looks for it
     model.train_dataloader = lambda: loader  # BatchSizeFinder wants to make it anew
-    model.batch_size = 24
     trainer = make_trainer(max_epochs=1, callbacks=callbacks)
 
     assert_refused(lambda: trainer.fit(model), f"{name} cannot be used.*{reason}", model)
 
 
-def test_a_callback_that_the_model_brings_is_refused(fit, privacy, assert_refused):
+def test_a_callback_that_the_model_brings_is_refused(refuses):
     model = Line()
     model.configure_callbacks = lambda: StochasticWeightAveraging(swa_lrs=0.1)  # type: ignore
-
-    assert_refused(
-        lambda: fit(model, privacy, max_epochs=1), "StochasticWeightAveraging cannot be used", model
-    )
+    refuses(model, "StochasticWeightAveraging cannot be used")
 
 
 @pytest.mark.parametrize("method", ["lr_find", "scale_batch_size"])
@@ -387,21 +346,12 @@ def replaces(optimizer: Any, net: Any) -> None:
 @pytest.mark.parametrize(
     "change", [adds_a_group, unfreezes, unfreezes_outside_the_optimizer, freezes, replaces]
 )
-def test_changing_the_trained_parameters_during_fit_is_refused(
-    change, loader, classifier, mlp, make_trainer, privacy, assert_refused
-):
-    model = classifier(
-        mlp(), lambda params: torch.optim.SGD(list(params)[:3], lr=0.1)
-    )  # not the last bias
+def test_changing_the_trained_parameters_during_fit_is_refused(change, classifier, mlp, refuses):
+    model = classifier(mlp(), lambda params: SGD(list(params)[:3], lr=0.1))  # not the last bias
     for bias in (model.net[0].bias, model.net[2].bias):
         bias.requires_grad_(False)
-    trainer = make_trainer(max_epochs=1, callbacks=[Changes(change), privacy])
-
-    assert_refused(
-        lambda: trainer.fit(model, loader),
-        "set of trained parameters changed during fit.*before fit",
-        model,
-    )
+    match = "set of trained parameters changed during fit.*before fit"
+    refuses(model, match, callbacks=[Changes(change)])
 
 
 # -- another package -------------------------------------------------------------------------------
@@ -418,34 +368,20 @@ def test_a_trainer_of_pytorch_lightning_is_refused(loader, tmp_path, privacy, as
             self.net, self.learning_rate = nn.Linear(6, 3), 0.1
 
     model = Model()
+    quiet = {"logger": False, "enable_checkpointing": False, "default_root_dir": tmp_path}
     trainer = pytorch_lightning.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        callbacks=[privacy],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
+        accelerator="cpu", max_epochs=1, callbacks=[privacy], enable_progress_bar=False, **quiet
     )
-
-    assert_refused(
-        lambda: trainer.fit(model, loader),
-        "'pytorch_lightning'.*Import everything from lightning.pytorch",
-        model,
-    )
+    match = "'pytorch_lightning'.*Import everything from lightning.pytorch"
+    assert_refused(lambda: trainer.fit(model, loader), match, model)
 
 
-def test_somebody_elses_hook_on_a_gradient_is_refused(
-    classifier, mlp, fit, privacy, assert_refused
-):
-    model = classifier(mlp())
+def test_somebody_elses_hook_on_a_gradient_is_refused(refuses):
+    model = Line()
     seen: list[torch.Tensor] = []
-    handle = model.net[0].weight.register_hook(seen.append)
+    handle = model.net.weight.register_hook(seen.append)
 
-    assert_refused(
-        lambda: fit(model, privacy, max_epochs=1), "gradient hooks.*Remove them before fit", model
-    )
+    refuses(model, "gradient hooks.*Remove them before fit")
     handle.remove()
     assert seen == []
 
@@ -475,14 +411,8 @@ def test_strategies_that_shard_or_compile_are_refused(strategy):
         check_strategy(strategy)
 
 
-def test_a_forked_fit_is_refused(classifier, mlp, fit, privacy, assert_refused):
-    model = classifier(mlp())
-
-    assert_refused(
-        lambda: fit(model, privacy, strategy="ddp_fork", devices=1, max_epochs=1),
-        "spawn or fork.*strategy='ddp' in a script",
-        model,
-    )
+def test_a_forked_fit_is_refused(refuses):
+    refuses(Line(), "spawn or fork.*strategy='ddp' in a script", strategy="ddp_fork")
 
 
 @pytest.mark.parametrize(
@@ -505,38 +435,15 @@ def test_several_devices_of_a_notebook_are_refused_in_the_parent(fit, privacy, m
         fit(Line(), privacy, devices=2, max_epochs=1)
 
 
-def test_two_configurations_are_refused(loader, classifier, mlp, make_trainer, assert_refused):
-    model = classifier(mlp())
-    two = [DifferentialPrivacy(noise_multiplier=z, target_delta=1e-5) for z in (1.0, 2.0)]
-    trainer = make_trainer(max_epochs=1, callbacks=two)
+def test_two_configurations_and_none_are_refused(loader, make_trainer, refuses, assert_refused):
+    own = PrivacyConfig(noise_multiplier=2.0, target_delta=1e-5)
+    refuses(Line(), "configured twice.*Keep one of them", callbacks=[private()])
+    strategy = PrivateSingleDeviceStrategy(privacy=own)
+    refuses(Line(), "configured twice.*Keep one of them", strategy=strategy)
 
-    assert_refused(lambda: trainer.fit(model, loader), "configured twice.*Keep one of them", model)
-
-
-def test_a_callback_beside_a_configured_strategy_is_refused(
-    classifier, mlp, fit, privacy, assert_refused
-):
-    model = classifier(mlp())
-    strategy = PrivateSingleDeviceStrategy(
-        privacy=PrivacyConfig(noise_multiplier=2.0, target_delta=1e-5)
-    )
-
-    assert_refused(
-        lambda: fit(model, privacy, max_epochs=1, strategy=strategy),
-        "configured twice.*Keep one of them",
-        model,
-    )
-
-
-def test_a_private_strategy_without_configuration_is_refused(
-    loader, classifier, mlp, make_trainer, assert_refused
-):
-    model = classifier(mlp())
-    trainer = make_trainer(max_epochs=1, strategy=PrivateSingleDeviceStrategy())
-
-    assert_refused(
-        lambda: trainer.fit(model, loader), "no privacy configuration.*privacy=PrivacyConfig", model
-    )
+    model, trainer = Line(), make_trainer(max_epochs=1, strategy=PrivateSingleDeviceStrategy())
+    match = "no privacy configuration.*privacy=PrivacyConfig"
+    assert_refused(lambda: trainer.fit(model, loader), match, model)
 
 
 # -- what sharded parameters do not allow --------------------------------------------------------
@@ -564,35 +471,19 @@ def in_one_shard(net: nn.Module, mesh: Any) -> object:
     return fully_shard(net, mesh=mesh)
 
 
-def fit_sharded(
-    folder: Path,
-    privacy: dict[str, Any],
-    shard: Callable[[nn.Module, Any], object] = in_one_shard,
-) -> DifferentialPrivacy:
-    callback = DifferentialPrivacy(
-        target_delta=1e-5, **{"noise_multiplier": 1.0, "checks": Checks(dry_run=False), **privacy}
-    )
-    trainer = L.Trainer(
-        max_steps=3,
-        accelerator="cpu",
-        devices=1,
-        strategy=ModelParallelStrategy(1, 1),
-        callbacks=[callback],
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    records = TensorDataset(torch.randn(24, 6), torch.arange(24) % 3)
-    trainer.fit(OneShardedLayer(shard), DataLoader(records, batch_size=8))
-    return callback
+@pytest.fixture
+def sharded_is_refused(make_trainer, tmp_path):
+    def check(match: str, shard: Callable[[nn.Module, Any], object] = in_one_shard, **privacy: Any):
+        callback = private(**privacy)
+        trainer = make_trainer(
+            max_steps=3, strategy=ModelParallelStrategy(1, 1), callbacks=[callback]
+        )
+        records = TensorDataset(torch.randn(24, 6), torch.arange(24) % 3)
+        with pytest.raises(MisconfigurationException, match=match):
+            trainer.fit(OneShardedLayer(shard), DataLoader(records, batch_size=8))
+        assert not list(tmp_path.rglob("*.journal"))
 
-
-def is_refused(folder: Path, match: str, privacy: dict[str, Any], **options: Any) -> None:
-    with pytest.raises(MisconfigurationException, match=match):
-        fit_sharded(folder, privacy, **options)
-    assert not list(folder.rglob("*.journal"))
+    return check
 
 
 @pytest.mark.parametrize(
@@ -604,10 +495,11 @@ def is_refused(folder: Path, match: str, privacy: dict[str, Any], **options: Any
         ({"engine": "one_by_one"}, "engine='one_by_one'"),
     ],
 )
-def test_what_needs_more_than_an_entry_is_refused_by_name(tmp_path, privacy, name):
-    is_refused(tmp_path, f"{name}.* does not work on sharded parameters.*strategy='ddp'", privacy)
+def test_what_needs_more_than_an_entry_is_refused_by_name(sharded_is_refused, privacy, name):
+    match = f"{name}.* does not work on sharded parameters.*strategy='ddp'"
+    sharded_is_refused(match, **privacy)
 
 
-def test_a_model_that_is_not_sharded_is_refused(tmp_path):
+def test_a_model_that_is_not_sharded_is_refused(sharded_is_refused):
     match = r"\['net\.0\.weight', .* are trained and not sharded.*fully_shard\(self\.model"
-    is_refused(tmp_path, match, {}, shard=lambda net, mesh: None)
+    sharded_is_refused(match, shard=lambda net, mesh: None)

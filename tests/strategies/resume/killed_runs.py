@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,14 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_dp.gradients.layer_calls
 import lightning_dp.report.files
 import lightning_dp.strategies.strategy  # noqa: F401 (what a fit imports, once for all lives)
-from lightning_dp import BandedNoise, Checks, CyclicPoisson
+from lightning_dp import BandedNoise, Checks, CyclicPoisson, FixedOrder, RandomAllocation
 from lightning_dp.callbacks import DifferentialPrivacy
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "in turns": {"sampling": CyclicPoisson(4), "noise": BandedNoise(4)},
+    "allocated": {"sampling": RandomAllocation()},
+    "in order": {"sampling": FixedOrder(), "relation": "zero_out"},
+}
 
 
 @dataclass
@@ -39,7 +45,8 @@ class Round:
     step: int = -1  # in which optimizer step (0, 1, ...)
     accumulate: int = 1
     save_every: int = 3
-    is_cyclic: bool = False  # batches that depend on each other, in rounds of four
+    sampling: str = ""  # a key of BLOCKS
+    epochs: int = 1
 
     def reached(self, place: str, step: int) -> None:
         """Die here, if this is the place."""
@@ -119,16 +126,14 @@ def train(round_: Round, resume: Path | None) -> None:
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(48, 6), torch.arange(48) % 3)
     quiet = {"checks": Checks(dry_run=False, comparisons=False)}
-    noise: dict[str, Any] = {"target_epsilon": 3.0}
-    if round_.is_cyclic:
-        noise = {"noise_multiplier": 2.0, "sampling": CyclicPoisson(4), "noise": BandedNoise(4)}
-    privacy = DifferentialPrivacy(target_delta=1e-5, **noise, **quiet)
+    sampling = BLOCKS.get(round_.sampling, {})
+    privacy = DifferentialPrivacy(3.0, target_delta=1e-5, **sampling, **quiet)
     saving = ModelCheckpoint(
         round_.path, "{step}", save_top_k=-1, every_n_train_steps=round_.save_every
     )
     trainer = L.Trainer(
         accelerator="cpu",
-        max_epochs=1,
+        max_epochs=round_.epochs,
         accumulate_grad_batches=round_.accumulate,
         logger=False,
         enable_progress_bar=False,
@@ -210,8 +215,7 @@ def main() -> None:
         log = round_.path / "optimizer.log"
         (round_.path / "optimizer_after_kill.log").write_bytes(log.read_bytes())
         last = max(round_.path.glob("step=*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))
-        again = {"accumulate": round_.accumulate, "is_cyclic": round_.is_cyclic}
-        in_new_process(Round(round_.folder, **again), last)
+        in_new_process(replace(round_, place=""), last)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,14 @@ ROUNDS: dict[str, dict[str, Any]] = {
 }
 
 
+# kills in the seventh step, of batches that depend on each other
+BLOCKS: dict[str, dict[str, Any]] = {
+    "in turns": {"place": "optimizer after closure", "step": 6, "sampling": "in turns"},
+    "allocated": {"place": "training_step", "step": 6, "sampling": "allocated", "epochs": 2},
+    "in order": {"place": "charged", "step": 6, "sampling": "in order", "epochs": 2},
+}
+
+
 # Of places close to each other one is killed by default.
 RARE = {
     "charged",
@@ -65,8 +73,7 @@ def rounds(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     chosen = {name: what for name, what in ROUNDS.items() if name in names}
     arguments = [{"folder": str(folder / name), **what} for name, what in chosen.items()]
     arguments.append({"folder": str(folder / "disk full"), "place": "disk full", "step": 7})
-    cyclic = {"place": "optimizer after closure", "step": 6, "is_cyclic": True}
-    arguments.append({"folder": str(folder / "cyclic"), **cyclic})
+    arguments += [{"folder": str(folder / name), **BLOCKS[name]} for name in BLOCKS]
     run_script(folder, arguments)
     return folder
 
@@ -128,16 +135,26 @@ def test_checkpoints_of_a_killed_run_can_be_loaded(rounds):
         torch.load(path, weights_only=True)
 
 
-def test_a_kill_between_charge_and_release_has_paid_for_the_round(rounds):
-    folder = rounds / "cyclic"
+@pytest.mark.parametrize(
+    ("block", "steps"),
+    [("in turns", [4, 4, 4, 2]), ("allocated", [12, 12, 6]), ("in order", [12, 12, 6])],
+)
+def test_a_kill_has_paid_for_the_block_and_the_rest_is_planned_for_what_is_left(
+    rounds, block, steps
+):
+    """The checkpoint is of step 6, in the middle of a block, and the kill is in the next step."""
+    folder = rounds / block
     resumed = json.loads((folder / "resumed.json").read_text())
-    journal = Path(resumed["journal"])
     assert optimizer_steps(folder / "optimizer_after_kill.log") == 6
-    events = [pair for run in read_journal(journal)[1].values() for pair in run]
-    assert charges(folder / "journal_after_kill") == 2  # rounds of four steps
-    assert [event.steps for event, n in events for _ in range(n)] == [4, 4, 4, 2]
-    assert resumed["global_step"] == PLANNED
-    assert resumed["epsilon"] == PLDAccountant().epsilon(events, 1e-5)
+    events = [pair for run in read_journal(Path(resumed["journal"]))[1].values() for pair in run]
+    assert [event.steps for event, n in events for _ in range(n)] == steps
+    assert resumed["global_step"] == sum(steps) - (6 if steps[0] == 12 else 2)  # to the planned end
+    relation = "zero_out" if block == "in order" else "add_remove"
+    assert resumed["epsilon"] == PLDAccountant().epsilon(events, 1e-5, relation)
+    assert 0.98 * TARGET < resumed["epsilon"] <= TARGET
+    assert "the moment of a crash" in resumed["not_covered"]
+    # Old noise would stop early: what is left affords less of it than the rest takes.
+    assert resumed["noise_multiplier"] > 1.05 * events[0][0].noise_multiplier
 
 
 def test_disk_that_is_full_ends_training_before_data_is_used(rounds):
