@@ -165,12 +165,12 @@ class DifferentialPrivacyStrategy(Strategy):
 
     @property
     def _module(self) -> LightningModule:
-        if self.lightning_module is None:
+        if (module := self.lightning_module) is None:
             raise RefusedRun(
                 f"{type(self).__name__} has no LightningModule: fit one with a Trainer.",
                 topic="strategy-alone",
             )
-        return self.lightning_module
+        return module
 
     @property
     def _trainer(self) -> Trainer:
@@ -188,12 +188,12 @@ class DifferentialPrivacyStrategy(Strategy):
 
     @property
     def _mechanism(self) -> Mechanism:
-        if self.private_run.mechanism is None:
+        if (mechanism := self.private_run.mechanism) is None:
             raise RefusedRun(
                 "A private step needs a plan, which is declared when training starts.",
                 topic="strategy-alone",
             )
-        return self.private_run.mechanism
+        return mechanism
 
     @cached_property
     def _folder(self) -> Path:
