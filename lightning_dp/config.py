@@ -305,6 +305,11 @@ class PrivacyConfig:
                 f"noise_schedule={self.noise_schedule} chooses the noise at run time, and a trial of a "
                 "search declares it in advance. Use a schedule that is fixed in advance."
             )
+        if self.other_releases and self.accountant.is_its_own_guard:
+            raise ValueError(
+                f"other_releases={self.other_releases} in a trial of a search, where each trial would "
+                "take their δ from the same budget. Give them to Search(spent=[(release, 1), ...])."
+            )
 
     def _check_gradient(self) -> None:
         """Refuse post-processing and schedules of released gradients, if none are released."""

@@ -364,16 +364,18 @@ class Budget:
         assert config.target_epsilon is not None
         from lightning_dp.accounting.calibration import affordable_steps
 
+        planned = int(min(planned_steps, _ENDLESS))
         charges = affordable_steps(
             plan.events_from(step),
-            plan.charges(step, int(min(planned_steps, _ENDLESS))),
+            plan.charges(step, planned),
             config.target_epsilon,
             config.target_delta,
             relation=config.relation,
             accountant=accountant,
             spent=self.spent,
         )
-        return plan.steps_of(charges, step)
+        # The last charge may end before its block.
+        return min(planned, plan.steps_of(charges, step))
 
     def guard(
         self, plan: NoisePlan, step: int, planned_steps: float, affordable: float

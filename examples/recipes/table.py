@@ -25,7 +25,7 @@ ORDER = (
 )
 HEADER = (
     *("data and model", "records", "at the start", "private", "ε, δ"),
-    *("without privacy", "CPU minutes / 2", "minutes here", "script"),
+    *("without privacy", "CPU minutes / 2", "script"),
 )
 
 
@@ -63,7 +63,6 @@ class Row:
             f"{epsilon_text(private.epsilon)}, {self.target_delta:g}",
             shown(self.metric, self.plain.values),
             f"{private.cpu_seconds / 120:.1f}",
-            f"{private.wall_seconds / 60:.1f}",
             f"`{self.command.removeprefix(FOLDER)}`",
         ]
 

@@ -51,6 +51,7 @@ _LONGEST = 2**21  # ... and of one on which rare losses make all of the cost
 _TOO_LONG = 2**22  # of a window: its composition would take seconds, and gigabytes
 _LOG_OUTSIDE = math.log(1e-12)  # of the tilted mass outside the window
 _LOG_LOSS = 3.0  # of accuracy, relative to the best tilt
+_LEAST_LOG_DELTA = -690.0  # about 1e-300: masses of smaller ones are no numbers
 _LOG_TRUNCATED = -14.0  # of the mass of delta that may be moved to infinity
 _EXACT = 32  # so few distinct steps are never grouped
 _ROUGH_SPACING = 0.8  # of the nodes with which a grid is looked for
@@ -256,16 +257,16 @@ class GridSearch:
             spread = _spread(mixture, pmfs, moments[:, best])
             wanted = math.sqrt(8 * self.rtol * scale / ((tilt + 1) * spread))
             wanted = max(wanted, min(reach, scale + _BEYOND) / _MAX_POINTS)
-            if h <= wanted:
+            tail = log_tail
+            if target.log_delta is None:  # not known before: truncate relative to its bound
+                finite = _chernoff(positive, bounds, target, 0.0, 4 / h)[1]
+                tail = _tail(max(min(finite, 0.0), _LEAST_LOG_DELTA), log_steps)
+            if h <= wanted and tail >= log_tail:
                 break
             # On a coarse grid all of this is rough, so the wanted spacing is approached in turns.
-            h = max(_snap(wanted), h / 32)
+            h, log_tail = min(h, max(_snap(wanted), h / 32)), tail
             if math.isfinite(epsilon):
                 limit = -_snap(-(epsilon + _BEYOND))
-            if (
-                target.log_delta is None
-            ):  # delta is not known before: truncate relative to its bound
-                log_tail = _tail(max(min(bound, 0.0), -600.0), log_steps)
         coarse = np.concatenate((-positive[::-3], [0.0], positive[::3]))
         tilts = np.concatenate((-tilt * _NEAR, coarse, tilt * _NEAR))
         bounds = mixture_bound(mixture, _moments(pmfs, h, tilts))

@@ -22,6 +22,7 @@ from lightning_dp.accounting.base import (
     check_relation,
     epsilon_text,
 )
+from lightning_dp.accounting.events import ApproximateDP
 from lightning_dp.accounting.journal import (
     Charges,
     JournalError,
@@ -460,9 +461,9 @@ def total(
 ) -> Total | None:
     r"""Compose what all ledgers were charged; each run counts once.
 
-    A ledger whose noise was chosen at run time has the ε_i of its whole budget at δ_i. It is
-    added to the others' by basic composition: :math:`\epsilon + \sum_i \epsilon_i` at
-    :math:`\delta + \sum_i \delta_i`.
+    A ledger whose noise was chosen at run time has the ε_i of its whole budget at δ_i, under the
+    relation of the sum. It is added to the others' by basic composition:
+    :math:`\epsilon + \sum_i \epsilon_i` at :math:`\delta + \sum_i \delta_i`.
 
     Journals of federated clients are left out: each is about another client's records.
 
@@ -477,22 +478,22 @@ def total(
     Returns:
         None if there are fewer than two ledgers, or no δ is known.
     """
+    relations = {relation, *(each.document.relation for each in checked)}
+    stated: tuple[Relation, ...] = ("replace_one", "zero_out", "add_remove")
+    under = next(each for each in stated if each in relations)  # which says something of all
     ledgers: dict[str, Charges] = {}
     budgets: dict[str, tuple[float, float]] = {}
     for each in checked:
-        ledgers.setdefault(each.document.ledger_id, Charges()).merge(each.charges)
-        report = each.document.report
+        name, report = each.document.ledger_id, each.document.report
+        ledgers.setdefault(name, Charges()).merge(each.charges)
         if report is not None and report.claims_budget:
-            budgets[report.ledger_id] = (each.epsilon, report.delta)
+            budgets[name] = max(budgets.get(name, (0.0, 0.0)), _budget(each, under))
     for ledger_id, runs in journals:
         if runs and not federations_in(runs):
             ledgers.setdefault(ledger_id, Charges()).merge(runs)
     deltas = [each.document.delta for each in checked] if delta is None else [delta]
     if len(ledgers) < 2 or not deltas:
         return None
-    relations = {relation, *(each.document.relation for each in checked)}
-    stated: tuple[Relation, ...] = ("replace_one", "zero_out", "add_remove")
-    under = next(each for each in stated if each in relations)  # which says something of all
     seeded = {each.document.ledger_id for each in checked if each.document.seeded}
     apart = seeded | {name for name, runs in ledgers.items() if not has_guarantee(runs)}
     if not ledgers.keys() <= set(by_user):
@@ -513,6 +514,16 @@ def total(
         apart=tuple(sorted(apart)),
         epsilon_of_others=epsilon if apart else None,
     )
+
+
+def _budget(checked: CheckedDocument, relation: Relation) -> tuple[float, float]:
+    """Return (ε, δ) of a budget that a ledger claims whole, under the relation of the sum."""
+    document = checked.document
+    epsilon = max(checked.epsilon, checked.journal_epsilon or 0.0)
+    if not math.isfinite(epsilon):
+        return math.inf, document.delta
+    claim = ApproximateDP(epsilon, document.delta, document.relation, "a budget")
+    return claim.costs(relation)[:2]
 
 
 def has_guarantee(charges: Charges) -> bool:

@@ -421,7 +421,7 @@ def _described(optimizers: Sequence[Optimizer], place: int, module: LightningMod
     others = "; ".join(words(each) for i, each in enumerate(optimizers) if i != place)
     return (
         f"{words(optimizers[place])} (number {place} of {len(optimizers)}); public, on released and "
-        f"synthetic values alone as far as the isolation probe sees: {others}"
+        f"synthetic values alone as far as the checks of isolation see: {others}"
     )
 
 

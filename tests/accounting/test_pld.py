@@ -443,6 +443,18 @@ def test_an_answer_is_finite_and_quick_where_no_grid_fits(accountant, relation, 
     assert found <= values[0] <= values[1] < math.inf
 
 
+@pytest.mark.parametrize("at", [1e-12, 1e-20, 1e-30])
+def test_a_tiny_delta_is_that_of_its_epsilon(at):
+    # Losses that were cut off at e^-30 would count in full.
+    for step in (P(28.6, 0.12), P(1.0, 0.01), P(2.0, 1 - 1e-9)):
+        found = delta([(step, 34)], epsilon([(step, 34)], at))
+        assert 0.9 * at <= found <= 1.1 * at
+
+
+def test_a_delta_above_the_chance_to_take_part_costs_next_to_nothing():
+    assert epsilon(P(0.01, 1e-9), 1e-8) < 1e-8 and epsilon(P(0.05, 1e-6), 1e-4) < 1e-8
+
+
 def test_next_to_no_noise_costs_what_the_largest_probable_number_of_releases_does():
     # P(more than 7 of 100 at rate 0.01) = 8e-6, P(more than 8) = 8e-7.
     assert 7 * 0.5e12 < epsilon([(TINY, 100)], 1e-5) < 8.01 * 0.5e12

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
@@ -13,10 +14,17 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_dp._refusals import PrivacyWarning
-from lightning_dp.accounting import epsilon_text
-from lightning_dp.accounting.journal import read_journal
+from lightning_dp.accounting import PoissonGaussian, epsilon, epsilon_text
+from lightning_dp.accounting.journal import Charges, read_journal
 from lightning_dp.callbacks import PrivacyReportFiles
-from lightning_dp.report.files import from_checkpoint, read_report
+from lightning_dp.report.files import (
+    check,
+    from_checkpoint,
+    read_document,
+    read_report,
+    total,
+    write_report,
+)
 
 
 class At(L.Callback):
@@ -178,3 +186,23 @@ def test_a_checkpoint_holds_the_report(fit, tmp_path, weights_only):
     assert report.events == fitted.privacy.report().events
     assert (report.ledger_id, report.journal) == (fitted.id, str(fitted.journal))
     assert "events" not in record["report"]  # the ledger has them
+
+
+@pytest.mark.parametrize("other", ["add_remove", "replace_one", "zero_out"])
+def test_a_budget_is_added_under_the_relation_of_the_sum(tmp_path, report_of, other):
+    budget = report_of(claims_budget=True, epsilon=3.0)
+    events = Charges({"b" * 16: [(PoissonGaussian(1.1, 0.02), 50)]})
+    spent = epsilon(events.history(), 1e-5, other)
+    fixed = report_of(ledger_id="f" * 16, epsilon=spent, relation=other, events=events)
+    earlier = replace(budget, epsilon=2.5, target_epsilon=2.5)  # of a fit with less
+    paths = [
+        write_report(each, tmp_path / name)
+        for each, name in ((budget, "a"), (earlier, "b"), (fixed, "c"))
+    ]
+    together = total([check(read_document(path), None) for path in paths], (), None, "add_remove")
+    assert together is not None and together.relation == other
+    # Another record is one less and one more: (2 ε, (1 + e^ε) δ).
+    is_twice = other == "replace_one"
+    assert together.epsilon == pytest.approx(spent + (6.0 if is_twice else 3.0), rel=1e-3)
+    growth = 1 + math.exp(3.0) if is_twice else 1.0
+    assert together.delta == pytest.approx((1 + growth) * 1e-5)

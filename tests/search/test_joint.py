@@ -137,6 +137,16 @@ def test_a_damaged_state_is_refused(tmp_path, content):
         Search(trials=3, **BUDGET, folder=tmp_path)
 
 
+def test_a_trial_declares_no_other_release(tmp_path):
+    # Rényi divergences of trials add up; of two trials that lose 0.6 δ each nothing would be left.
+    table = ApproximateDP(0.1, 0.6e-5, "add_remove", "a table")
+    share = Search(trials=2, **BUDGET, folder=tmp_path).trial().share()
+    with pytest.raises(ValueError, match=r"Give them to Search\(spent="):
+        DifferentialPrivacy(**share, other_releases=[table])
+    spent = Search(trials=2, **BUDGET, folder=tmp_path / "other", spent=[(table, 1)])
+    assert spent.trial().share()["target_epsilon"] < share["target_epsilon"]
+
+
 KILLED = """
     import os, sys
     sys.path.insert(0, {here!r})
