@@ -74,7 +74,7 @@ class OneByOne(AbstractGradientEngine):
             (shares,) = torch.autograd.grad(loss, self._losses)
             rows = self._rows * (len(shares) * shares).unsqueeze(1).to(self._rows)
         self.drop()
-        parts = rows.split([real(param).numel() for param in self._params], dim=1)
+        parts = torch.split(rows, [real(param).numel() for param in self._params], dim=1)
         self._found = partial(MaterialisedGradients, [part[0] for part in parts], parts)
 
     def _row(self, loss: Tensor, *, keep_graph: bool = False) -> Tensor:
