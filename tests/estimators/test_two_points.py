@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_dp.boundary import Query, Release, State, Term
-from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.functional import flatten
 from lightning_dp.sampling import FullBatch
@@ -62,12 +61,8 @@ def _slow_run(net: nn.Module, data: Any, clip_norm: float, steps: int, lr: float
 @pytest.mark.parametrize("chunk", [240, 80])
 @pytest.mark.parametrize("clip_norm", [100.0, 0.3])
 def test_differences_equal_a_slow_loop(classifier, mlp, blobs, make_trainer, chunk, clip_norm):
-    privacy = DifferentialPrivacy(
-        target_delta=1e-5,
-        noise_multiplier=0.0,
-        estimator=Difference(clip_norm),
-        sampling=FullBatch(),
-    )
+    exact = {"noise_multiplier": 0.0, "sampling": FullBatch()}
+    privacy = private(estimator=Difference(clip_norm), **exact)
     model = classifier(mlp())
     make_trainer(max_epochs=4, callbacks=[privacy]).fit(model, DataLoader(blobs, chunk))
 
@@ -117,8 +112,6 @@ def test_manual_optimization_is_refused(classifier, mlp, loader, make_trainer):
             self.manual_backward(super().training_step(batch, batch_idx))
             self.optimizers().step()
 
-    privacy = DifferentialPrivacy(
-        target_delta=1e-5, noise_multiplier=1.0, estimator=Difference(1.0)
-    )
+    privacy = private(estimator=Difference(1.0))
     with pytest.raises(Exception, match="manual optimization"):
         make_trainer(max_epochs=1, callbacks=[privacy]).fit(Manual(mlp()), loader)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._snapshot import RandomState
 from lightning_dp.gradients.one_by_one import OneByOne
-
-
-def loss_of(module: nn.Module, x: Tensor) -> Tensor:
-    return module(x).square().mean() + module(x)[:, 0].mean()
 
 
 def test_gradients_of_all_types_and_shapes_are_one_row():

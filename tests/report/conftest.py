@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,13 +14,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_dp import Checks
 from lightning_dp.accounting import PoissonGaussian, epsilon
 from lightning_dp.accounting.journal import Charges
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report import PrivacyReport
 from lightning_dp.report.__main__ import main
 from lightning_dp.schedules import AbstractAdaptiveSchedule
+from tests.zoo import private
 
 
 @dataclass
@@ -58,18 +59,13 @@ def fit(
         **trainer: Any,
     ) -> Fitted:
         if privacy is None:
-            privacy = DifferentialPrivacy(
-                noise_multiplier=1.5, target_delta=1e-5, checks=Checks(dry_run=False)
-            )
+            privacy = private(noise_multiplier=1.5)
         saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
         arguments = {"max_steps": 12, "enable_checkpointing": saves, **trainer}
         arguments["callbacks"] = [privacy, *callbacks]
         fitted = Fitted(tmp_path, make_trainer(**arguments), privacy)
-        if raises is None:
+        with pytest.raises(raises) if raises else contextlib.nullcontext():
             fitted.trainer.fit(classifier(mlp()), loader, ckpt_path=ckpt_path)
-        else:
-            with pytest.raises(raises):
-                fitted.trainer.fit(classifier(mlp()), loader, ckpt_path=ckpt_path)
         return fitted
 
     return run

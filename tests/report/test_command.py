@@ -11,12 +11,12 @@ import sys
 import pytest
 import torch
 
-from lightning_dp import Checks, UserLevel
+from lightning_dp import UserLevel
 from lightning_dp.accounting import PoissonGaussian, epsilon, epsilon_text
 from lightning_dp.accounting.journal import Journal
-from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.federated.ledger import ReleaseLedger, Spending
 from lightning_dp.report.files import read_report
+from tests.zoo import private
 
 EVENT = PoissonGaussian(1.5, 0.1)
 TWELVE = epsilon([(EVENT, 12)], 1e-5)
@@ -173,8 +173,7 @@ def test_the_total_of_a_folder_counts_every_ledger_once(fit, command, tmp_path):
 def test_users_are_not_added_up_with_records(fit, command, tmp_path, has_report):
     """A row more or less of a user is no user more or less: ε of users says nothing about it."""
     unit = UserLevel(ids=lambda data: [row // 2 for row in range(len(data))], most_rows=2)
-    arguments = {"noise_multiplier": 1.5, "target_delta": 1e-5, "checks": Checks(dry_run=False)}
-    users = [fit(privacy=DifferentialPrivacy(unit=unit, **arguments)) for _ in range(2)]
+    users = [fit(privacy=private(unit=unit, noise_multiplier=1.5)) for _ in range(2)]
     assert json.loads(command(tmp_path, "--json")[1])["total"]["apart"] == []
     fit()
     for each in () if has_report else users:
@@ -190,13 +189,7 @@ def test_the_total_of_noise_chosen_at_run_time_is_that_of_whole_budgets(
     fit, command, tmp_path, at_run_time
 ):
     for _ in range(2):
-        privacy = DifferentialPrivacy(
-            target_epsilon=1.0,
-            target_delta=1e-5,
-            noise_schedule=at_run_time,
-            checks=Checks(dry_run=False),
-        )
-        fit(privacy=privacy, max_steps=3)
+        fit(privacy=private(target_epsilon=1.0, noise_schedule=at_run_time), max_steps=3)
     fit()
 
     assert command(tmp_path)[0] == 0
@@ -221,7 +214,7 @@ def test_a_ledger_without_a_guarantee_leaves_none_and_the_others_stand_beside(
     options, fit, command, tmp_path
 ):
     fit()
-    privacy = DifferentialPrivacy(target_delta=1e-5, checks=Checks(dry_run=False), **options)
+    privacy = private(**options)
     fit(privacy=privacy)
     name = privacy.report().ledger_id
 
@@ -354,13 +347,7 @@ def test_steps_beyond_a_checkpoint_are_noted_and_counted(fit, saved, command):
 def test_a_run_with_noise_chosen_at_run_time_claims_its_whole_budget(
     fit, command, edit_json, at_run_time
 ):
-    privacy = DifferentialPrivacy(
-        target_epsilon=3.0,
-        noise_multiplier=1.5,
-        noise_schedule=at_run_time,
-        target_delta=1e-5,
-        checks=Checks(dry_run=False),
-    )
+    privacy = private(target_epsilon=3.0, noise_multiplier=1.5, noise_schedule=at_run_time)
     (path,) = fit(privacy=privacy).reports
     assert read_report(path).claims_budget
     assert command(path)[0] == 0

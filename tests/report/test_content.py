@@ -15,6 +15,7 @@ from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report import PrivacyReport
 from lightning_dp.report.files import read_report, write_report
 from lightning_dp.schedules import Exponential
+from tests.zoo import private
 
 matplotlib.use("Agg")
 
@@ -166,14 +167,8 @@ def closed():
 @pytest.fixture
 def report(fit):
     """Of 12 steps with falling noise."""
-    privacy = DifferentialPrivacy(
-        target_epsilon=8.0,
-        noise_multiplier=3.0,
-        noise_schedule=Exponential(0.1),
-        target_delta=DELTA,
-        checks=Checks(dry_run=False),
-    )
-    return fit(privacy=privacy).privacy.report()
+    falling = {"noise_multiplier": 3.0, "noise_schedule": Exponential(0.1)}
+    return fit(privacy=private(target_epsilon=8.0, **falling)).privacy.report()
 
 
 def line(ax, label):

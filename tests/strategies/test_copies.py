@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp.callbacks import DifferentialPrivacy
-from tests.zoo import flat, private
+from tests.zoo import private
 
 # -- copies of a model, made at any moment of a fit ----------------------------------------------
 
@@ -141,16 +141,6 @@ def test_copies_made_at_any_moment_have_nothing_of_the_engine(engine, copying, f
             torch.testing.assert_close(mine.grad, its.grad)
         assert of_ours(twin, plain) == [] or "pickle" in way or "save" in way
         pickle.dumps(twin)
-
-
-def trained(fit: Any, kind: type[Any], engine: str, steps: int = 2) -> Any:
-    """The weights of two steps without noise."""
-    torch.manual_seed(0)
-    model = kind(network())
-    ours = private(engine=engine, noise_multiplier=0.0, max_grad_norm=0.5, seed=1)
-    fit(model, ours, max_steps=steps)
-    assert ours.steps == steps
-    return flat(model.net)
 
 
 # -- after a fit its parts can be pickled and copied ---------------------------------------------

@@ -16,10 +16,9 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from lightning_dp import Checks, Diff2, FullBatch
 from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.accounting.events import VoidedRunError
-from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.gradients import CoupledLossError
 from lightning_dp.report.__main__ import main as report_command
-from tests.zoo import private
+from tests.zoo import Classifier, private
 
 CURE = r"zero records whose gradients are not finite.*don't skip batches"
 
@@ -306,8 +305,7 @@ class Flooded(L.LightningModule):
 
 
 def fit_flooded(fit, first: int, by_hand: bool, engine: str) -> None:
-    settings = {"checks": Checks(dry_run=False, comparisons=False), "engine": engine}
-    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5, **settings)
+    privacy = private(engine=engine)
     records = TensorDataset(torch.rand(60, 3), torch.arange(60) % 2)
     fit(Flooded(first, by_hand), privacy, DataLoader(records, batch_size=20), max_epochs=2)
 
@@ -329,40 +327,11 @@ def test_after_a_release_the_run_is_void(engine, by_hand, fit):
 # -- data sets whose records change or are read together during a fit ----------------------------
 
 
-X, Y = torch.randn(40, 3), torch.arange(40) % 2
-
-
-class Model(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self.layer(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def fit_records(fit, module=None, data=None, dataset=None, collate=None, workers=0, **settings):
-    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5, **settings)
-    loader = DataLoader(
-        TensorDataset(X, Y) if dataset is None else dataset,
-        batch_size=20,
-        collate_fn=collate,
-        num_workers=workers,
-    )
-    if data is not None:
-        data.train_dataloader = lambda: loader
-    fit(module or Model(), privacy, data or loader, max_steps=4)
-    return privacy
-
-
-class Resamples(Model):
+class Resamples(Classifier):
     """Shows hard examples more often after some steps."""
 
     def __init__(self, subset, after):
-        super().__init__()
+        super().__init__(nn.Linear(3, 2))
         self.subset, self.after = subset, after
 
     def on_train_batch_end(self, *unused):
@@ -371,7 +340,8 @@ class Resamples(Model):
 
 
 @pytest.mark.parametrize("after", [2, 3])  # as a pass ends; in the last one of the fit
-def test_a_record_that_is_named_twice_during_fit_voids_the_run(fit, tmp_path, after):
-    subset = Subset(TensorDataset(X, Y), range(40))
+def test_a_record_that_is_named_twice_during_fit_voids_the_run(fit, after):
+    subset = Subset(TensorDataset(torch.randn(40, 3), torch.arange(40) % 2), range(40))
+    privacy = private(checks=Checks())
     with pytest.raises(VoidedRunError, match=r"changed during fit\. Index 0 of .* 2 times"):
-        fit_records(fit, Resamples(subset, after), dataset=subset, ledger_dir=str(tmp_path))
+        fit(Resamples(subset, after), privacy, DataLoader(subset, 20), max_steps=4)

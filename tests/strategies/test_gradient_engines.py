@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_dp import Checks, Diff2, FullBatch
-from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp import Diff2, FullBatch
 from lightning_dp.gradients import UnsupportedModelError, engines
 from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.engines import Rung
@@ -208,15 +207,7 @@ def train_on_ladder(classifier, fit, monkeypatch):
         monkeypatch.setitem(engines._LADDERS, "auto", rungs)  # type: ignore[arg-type]
         torch.manual_seed(0)
         module = model()
-        settings: dict[str, Any] = {"checks": Checks(dry_run=False, comparisons=False), **options}
-        privacy = DifferentialPrivacy(
-            target_delta=1e-5,
-            noise_multiplier=1.0,
-            max_grad_norm=0.3,
-            seed=3,
-            sampling=FullBatch(),
-            **settings,
-        )
+        privacy = private(max_grad_norm=0.3, seed=3, sampling=FullBatch(), **options)
         torch.manual_seed(1)  # dropout
         trainer = fit(module, privacy, DataLoader(samples(), 8, collate_fn=collate), max_epochs=2)
         return module, privacy.report(), trainer

@@ -155,6 +155,22 @@ def test_all_kinds_of_steps_are_compared(fit, kind, couples):
         assert run.not_compared == {}
 
 
+class CouplesOnce(Base):
+    """Mixes the records of its first batch alone, by a counter that this batch moves."""
+
+    calls = 0
+
+    def loss(self, x, y):
+        self.calls += 1
+        logits = self.net(x)
+        return F.cross_entropy(logits - logits.mean(0) * (self.calls == 1), y)
+
+
+def test_a_step_is_compared_from_the_state_that_it_began_with(fit):
+    with pytest.raises((MisconfigurationException, VoidedRunError), match=r"more than 0\.05 C"):
+        fit(CouplesOnce())
+
+
 @pytest.mark.parametrize("engine", ["auto", "hooks"])
 def test_a_collate_fn_that_mixes_is_named_whatever_the_engine(fit, engine):
     with pytest.raises(

@@ -18,8 +18,8 @@ from lightning_dp import Checks, rows_of_records
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.accounting.journal import read_journal
-from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import Diff2
+from tests.zoo import private
 
 FIXED = 8  # rows of noise for a step of the generator
 
@@ -93,18 +93,9 @@ def fit(loader: DataLoader[Any], make_trainer: Any) -> Any:
     def run(model: Any, *callbacks: Any, ckpt_path: Any = None, **settings: Any) -> Any:
         trainer = {"max_epochs": 1, **settings.pop("trainer", {})}
         size = settings.pop("batch_size", 12)
-        arguments = {
-            "noise_multiplier": 1.0,
-            "target_delta": 1e-3,
-            "private_optimizer": "critic",
-            "checks": Checks(dry_run=False, comparisons=False),
-            **settings,
-        }
-        if arguments.get("target_epsilon"):
-            del arguments["noise_multiplier"]
-        if budget := arguments.pop("budget", None):
-            arguments["target_epsilon"] = budget
-        privacy = DifferentialPrivacy(**arguments)
+        if budget := settings.pop("budget", None):
+            settings |= {"target_epsilon": budget, "noise_multiplier": 1.0}
+        privacy = private(**{"target_delta": 1e-3, "private_optimizer": "critic", **settings})
         run.trainer = make_trainer(callbacks=[privacy, *callbacks], **trainer)
         run.privacy = privacy
         data = DataLoader(loader.dataset, batch_size=size)
@@ -155,18 +146,6 @@ class Moved(GAN):
         (GAN, {"estimator": Diff2(2)}, "must run training_step again"),
         (Moved, {}, r"leave backward\(\) of the LightningModule"),
     ],
-    ids=[
-        "none",
-        "place",
-        "module",
-        "both",
-        "two",
-        "hooks",
-        "functional",
-        "alone",
-        "diff2",
-        "backward",
-    ],
 )
 def test_what_cannot_be_trained_is_refused(model, settings, message, fit):
     with pytest.raises((MisconfigurationException, TypeError), match=f"(?s){message}"):
@@ -178,12 +157,7 @@ def test_what_cannot_be_trained_is_refused(model, settings, message, fit):
 def test_private_optimizer_of_a_single_one(classifier, mlp, make_trainer, loader):
     data = DataLoader(TensorDataset(torch.randn(24, 6), torch.arange(24) % 3), batch_size=12)
     for named in (0, "net"):
-        privacy = DifferentialPrivacy(
-            noise_multiplier=1.0,
-            target_delta=1e-3,
-            private_optimizer=named,
-            checks=Checks(dry_run=False),
-        )
+        privacy = private(private_optimizer=named)
         make_trainer(max_epochs=1, callbacks=[privacy]).fit(classifier(mlp()), data)
         assert privacy.steps == 2
 
@@ -245,19 +219,12 @@ def check_updates(model: Any) -> None:
             torch.testing.assert_close(after[name], expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("engine", "order", "toggles"),
-    [
-        ("layers", "gd", True),
-        ("layers", "gd", False),
-        ("layers", "dg", False),
-    ],
-)
-def test_each_step_is_that_of_the_obvious_loop(engine, order, toggles, fit):
+@pytest.mark.parametrize(("order", "toggles"), [("gd", True), ("gd", False), ("dg", False)])
+def test_each_step_is_that_of_the_obvious_loop(order, toggles, fit):
     model = Watched()
     model.order, model.toggles = order, toggles
 
-    fit(model, noise_multiplier=0.0, max_grad_norm=0.3, engine=engine, seed=3)
+    fit(model, noise_multiplier=0.0, max_grad_norm=0.3, engine="layers", seed=3)
 
     assert [kind for kind, *_ in model.steps] == [*order] * 4
     check_updates(model)

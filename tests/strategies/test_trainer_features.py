@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 from lightning_dp import FullBatch
 from lightning_dp._refusals import PrivacyWarning
-from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.strategies.hooks import PrivacyCallback
 from lightning_dp.strategies.strategy import install
 from tests.zoo import clipped, flat, gradient_rows, private
@@ -161,9 +160,7 @@ def test_parts_in_eval_mode_are_trained_as_they_are(classifier, loader, fit):
     net = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5), nn.Linear(4, 3))
     net[:2].eval()
     expected = flat(net) - clipped(gradient_rows(net, *loader.dataset.tensors), 0.1) / 240
-    silent = DifferentialPrivacy(
-        noise_multiplier=0.0, max_grad_norm=0.1, target_delta=1e-5, sampling=FullBatch()
-    )
+    silent = private(noise_multiplier=0.0, max_grad_norm=0.1, sampling=FullBatch())
 
     model = classifier(net, lambda params: torch.optim.SGD(params, lr=1.0))
     fit(model, silent, DataLoader(loader.dataset, batch_size=240), max_steps=1)

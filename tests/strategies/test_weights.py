@@ -12,10 +12,11 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from torch import nn
 from torch.optim import SGD
 
-from lightning_dp import Checks, CubicNewton, Diff2
+from lightning_dp import CubicNewton, Diff2
 from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
+from tests.zoo import private
 
 
 @pytest.fixture
@@ -30,9 +31,7 @@ def fit(classifier, mlp, loader, make_trainer):
     ) -> DifferentialPrivacy:
         net = mlp()
         net[0].requires_grad_(False)
-        unchecked = {"checks": Checks(dry_run=False, comparisons=False)}
-        settings = {"noise_multiplier": 1.0, "target_delta": 1e-5, **unchecked}
-        run.privacy = DifferentialPrivacy(**{**settings, **privacy})
+        run.privacy = private(**privacy)
         make_trainer(max_steps=3, callbacks=[*callbacks, run.privacy]).fit(
             kind(net, optimizer), loader
         )
@@ -148,13 +147,9 @@ def test_a_frozen_embedding_that_rescales_its_rows_is_refused(
     kind, classifier, loader, make_trainer
 ):
     frozen = kind(10, 4, max_norm=1.0).requires_grad_(False)
-    privacy = DifferentialPrivacy(
-        noise_multiplier=1.0, target_delta=1e-5, checks=Checks(dry_run=False)
-    )
+    model = classifier(nn.ModuleList([frozen, nn.Linear(4, 3)]))
     with pytest.raises(Exception, match=r"\['net\.0'\] have max_norm set.*Leave max_norm out"):
-        make_trainer(max_steps=1, callbacks=[privacy]).fit(
-            classifier(nn.ModuleList([frozen, nn.Linear(4, 3)])), loader
-        )
+        make_trainer(max_steps=1, callbacks=[private()]).fit(model, loader)
 
 
 # -- no alarm --------------------------------------------------------------------------------------

@@ -10,30 +10,18 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from lightning_dp import Checks, FullBatch, Momentum
-from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp import FullBatch, Momentum
 from lightning_dp.estimators import Diff2, Storm
 from lightning_dp.schedules import Exponential
+from tests.zoo import private
 
 pytestmark = pytest.mark.filterwarnings("ignore:Diff2. the noise")
 
 
-def private(**options: Any) -> DifferentialPrivacy:
-    return DifferentialPrivacy(
-        **{
-            "target_delta": 1e-5,
-            "noise_multiplier": 1.0,
-            "estimator": Diff2(3),
-            "sampling": FullBatch(),
-            "checks": Checks(dry_run=False, comparisons=False),
-            **options,
-        }
-    )
-
-
 def test_noise_schedule_and_momentum_compose_with_it(classifier, mlp, blobs, make_trainer):
     """z_t is the schedule's times the kind of step's; momentum averages the estimates."""
-    privacy = private(noise_schedule=Exponential(rate=0.5), postprocessing=[Momentum(0.9)])
+    options = {"noise_schedule": Exponential(rate=0.5), "postprocessing": [Momentum(0.9)]}
+    privacy = private(estimator=Diff2(3), sampling=FullBatch(), **options)
     make_trainer(max_epochs=4, callbacks=[privacy]).fit(classifier(mlp()), DataLoader(blobs, 240))
     ratio = Diff2(3).relative_noise(1)
     charged = [event.noise_multiplier for event, _ in privacy._run.ledger.history()]
