@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp.accounting import StreamingRDPAccountant
 from lightning_dp.accounting.base import AbstractAccountant
-from lightning_dp.accounting.events import AbstractEvent, History, PoissonRound
+from lightning_dp.accounting.events import AbstractEvent, History, noise_together
 from lightning_dp.accounting.guards import AbstractGuard, FixedGuard, GDPGuard, RDPGuard
 from lightning_dp.accounting.steps import (
     AbstractPairPlan,
@@ -166,7 +166,7 @@ class NoisePlan:
             least: z that their step was charged with.
             step: its place in the plan.
         """
-        together = PoissonRound(tuple(query.noise_multiplier for query in queries), 1.0).pair[0]
+        together = noise_together([query.noise_multiplier for query in queries])
         if not together >= least:
             on_one = f" with {len(queries)} queries on one batch" if len(queries) > 1 else ""
             raise RefusedRun(

@@ -221,12 +221,21 @@ class PoissonRound(AbstractEvent):
 
     @property
     def pair(self) -> tuple[float, float]:
-        least = min(self.noise_multipliers)
-        if least == 0.0:
-            return 0.0, self.sample_rate
-        # Relative to the least multiplier: 1 / z^2 alone would overflow for z < 1e-154.
-        total = math.fsum((least / z) ** 2 for z in self.noise_multipliers)
-        return least / math.sqrt(total), self.sample_rate
+        return noise_together(self.noise_multipliers), self.sample_rate
+
+
+def noise_together(noise_multipliers: Sequence[float]) -> float:
+    """Return z of Gaussian queries on the same records, which are one: ``(sum_s z_s^-2)^(-1/2)``.
+
+    Example:
+        >>> noise_together([2.0, 2.0, 2.0, 2.0])
+        1.0
+    """
+    least = min(noise_multipliers)
+    if least == 0.0:
+        return 0.0
+    # Relative to the least multiplier: 1 / z^2 alone would overflow for z < 1e-154.
+    return least / math.sqrt(math.fsum([(least / z) ** 2 for z in noise_multipliers]))
 
 
 @dataclass(frozen=True)
