@@ -319,14 +319,14 @@ class PrivateRun:
     @property
     def exhausted(self) -> bool:
         """True if one more step would exceed the budget."""
-        return self.mechanism is not None and self.mechanism.exhausted
+        return (mechanism := self.mechanism) is not None and mechanism.exhausted
 
     # -- what a strategy does --------------------------------------------------------------
 
     @property
     def step(self) -> int:
         """The step of the plan that is next, or running."""
-        return 0 if self.mechanism is None else self.mechanism.step
+        return 0 if (mechanism := self.mechanism) is None else mechanism.step
 
     def draw(self, step: int, rate: float, rng: np.random.Generator) -> NDArray[np.int64] | None:
         """Draw the batch of a step of the block; None where batches are drawn by themselves."""
