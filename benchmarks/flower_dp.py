@@ -42,13 +42,13 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "federated"))
+from local_updates import LocalUpdates
 from loopback import LoopbackGrid
 
 from lightning_dp import Constant, FullBatch, MeanGradient
 from lightning_dp.accounting import Gaussian, PLDAccountant, calibrate
 from lightning_dp.federated.flower import client_app, server_app
 from lightning_dp.federated.local import LocalRecords, ModuleRecords
-from lightning_dp.federated.local_updates import LocalUpdates
 from lightning_dp.federated.synchronous import QueryClient, SynchronousServer
 from lightning_dp.noise_plan import NoisePlan
 

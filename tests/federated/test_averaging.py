@@ -10,13 +10,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from local_updates import LocalUpdates
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_dp import Constant, FullBatch, MeanGradient, Poisson, Query, Term
 from lightning_dp.accounting import Gaussian, PoissonGaussian
 from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.federated.local_updates import LocalUpdates
 from lightning_dp.federated.synchronous import QueryClient, SynchronousServer
 from lightning_dp.noise_plan import NoisePlan
 from tests.federated.zoo import history
