@@ -178,7 +178,8 @@ class _Stream:
     def draw_into(self, put: _Put, part: Tensor, std: float) -> None:
         """Draw noise for entries, and put it there."""
         with self._lock:
-            for block in torch.split(part, _BLOCK):
+            for start in range(0, len(part), _BLOCK):
+                block = part[start : start + _BLOCK]
                 put(block, self._draw(len(block)), std)
             if self._unused <= 1:  # the room is kept for the values in it
                 self._room, self._unused = torch.empty(0), 0

@@ -24,6 +24,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 __all__ = [
@@ -248,10 +249,10 @@ class Difference:
 class Snapshot:
     """The things that a module keeps from step to step, at one moment.
 
-    It holds buffers and attributes of the module and its children, the settings of its optimizers,
-    its learning-rate schedulers, and the states of random generators in attributes. It looks into
-    lists, tuples, dictionaries, sets, deques, tensors, arrays and objects of the user's own classes,
-    and into lists and the like that are attributes of the module's own class.
+    It holds buffers and attributes of the module and its children, of the module's own class, of the
+    data module and of the ``collate_fn``, the settings of optimizers, learning-rate schedulers, and the
+    states of random generators in attributes. It looks into
+    lists, tuples, dictionaries, sets, deques, tensors, arrays and objects of the user's own classes.
     Global variables, closures, slots, callbacks and data sets are no part of it;
     neither are tensors above 64 MiB that are no buffers, and containers of more than 20,000 items.
 
@@ -495,6 +496,8 @@ class _Part:
     def fill(self, content: Any) -> None:
         """Give the object this content."""
         owner = self.owner
+        if isinstance(owner, _ClassValues):
+            owner = _ClassValues(owner.kind)  # of now
         if isinstance(owner, Tensor):
             _write(owner, content)
         elif isinstance(owner, np.ndarray):
@@ -604,12 +607,28 @@ def _modules_in(
                 yield from _modules_in((*path, "_modules", key), dotted, inner, met)
 
 
+class _ClassValues(dict[str, Any]):
+    """The values that all objects of a class share; ``vars`` of a class cannot be written to."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+        super().__init__(
+            (name, value)
+            for name, value in vars(kind).items()
+            if not (name.startswith("__") or callable(value) or hasattr(value, "__get__"))
+        )
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.kind, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self.kind, name)
+
+
 def _parts_of_classes(kind: type) -> Iterator[tuple[Path, _Part]]:
-    """Yield lists, dictionaries and the like that all objects of the user's classes share."""
+    """Yield what all objects of the user's classes share."""
     for each in kind.__mro__[: -len(LightningModule.__mro__)]:
-        for name, value in vars(each).items():
-            if isinstance(value, list | dict | deque | set) and not name.startswith("__"):
-                yield (each.__qualname__, name), _Part(value, name, "attribute")
+        yield (each.__qualname__,), _Part(_ClassValues(each), "", "attribute", is_named=True)
 
 
 def _frozen(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -619,7 +638,7 @@ def _frozen(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _parts_of_trainer(trainer: Any) -> Iterator[tuple[Path, _Part]]:
-    """Yield the settings of optimizers and the state of their schedulers."""
+    """Yield the settings of optimizers, their schedulers, what makes the batches, and the stop."""
     for i, optimizer in enumerate(getattr(trainer, "optimizers", ())):
         for j, group in enumerate(optimizer.param_groups):
             name = f"optimizers.{i}.param_groups.{j}"
@@ -627,6 +646,18 @@ def _parts_of_trainer(trainer: Any) -> Iterator[tuple[Path, _Part]]:
     for i, config in enumerate(getattr(trainer, "lr_scheduler_configs", ())):
         name = f"lr_schedulers.{i}"
         yield (name,), _Part(vars(config.scheduler), name, "attribute", is_named=True)
+    if hasattr(trainer, "should_stop"):
+        hidden = frozenset(vars(trainer)) - {"should_stop"}
+        yield ("trainer",), _Part(vars(trainer), "trainer", "setting", hidden, True)
+    collate = getattr(getattr(trainer, "train_dataloader", None), "collate_of_user", None)
+    owners = {
+        "trainer.datamodule": getattr(trainer, "datamodule", None),
+        "trainer.train_dataloader.collate_fn": getattr(collate, "__self__", collate),
+    }
+    for name, owner in owners.items():
+        if owner is not None and isinstance(kept := _owner_in(owner, "attribute"), dict):
+            hidden = frozenset(k for k, v in kept.items() if isinstance(v, Dataset | DataLoader))
+            yield (name,), _Part(kept, name, "attribute", hidden, True)
 
 
 def _add(parts: _Parts, path: Path, part: _Part, met: set[int], depth: int = 0) -> None:

@@ -311,9 +311,12 @@ def squares_of_products(products: Sequence[Sequence[Tensor]]) -> Tensor:
     numbers: dict[object, int] = {}
     chosen = []
     for product in products:
-        places = [_place(tensor) for tensor in product]
-        each.update(zip(places, product, strict=True))
-        chosen.append(tuple([numbers.setdefault(place, len(numbers)) for place in places]))
+        found: tuple[int, ...] = ()
+        for tensor in product:
+            place = _place(tensor)
+            each[place] = tensor
+            found += (numbers.setdefault(place, len(numbers)),)
+        chosen.append(found)
     norms = [block_norms(as_rows(tensor)) for tensor in each.values()]
     blocks = tuple([found.shape[1] for found in norms])
     squares = torch.cat(norms, dim=1).double().square_()
@@ -321,9 +324,11 @@ def squares_of_products(products: Sequence[Sequence[Tensor]]) -> Tensor:
         squares = squares @ _sums_of(blocks)  # where one is not finite, no sum is: looked at again
     lengths = tuple([tensor.shape[1:].numel() for tensor in each.values()])
     least, floors, first, second, alone = _numbers_of(tuple(chosen), lengths)
-    if not ((squares > least) & (squares < math.inf)).all():
-        for number, tensor in enumerate(each.values()):
-            squares[:, number] = squares_of_blocks(norms[number], as_rows(tensor))
+    if ((squares > least) & (squares < _LARGEST_FACTOR**2)).all():  # next to which floors vanish
+        both = squares.index_select(1, first) * squares.index_select(1, second)
+        return both.sum(1) + squares.index_select(1, alone).sum(1)
+    for number, tensor in enumerate(each.values()):
+        squares[:, number] = squares_of_blocks(norms[number], as_rows(tensor))
     factors = squares.sqrt().add_(floors)
     factors.masked_fill_(factors > _LARGEST_FACTOR, math.inf)
     both = factors.index_select(1, first) * factors.index_select(1, second)
@@ -436,7 +441,7 @@ def _as(part: Tensor, like: Tensor) -> Tensor:
 
 def parts_of(vector: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the flat view of ``vector`` that belongs to each tensor."""
-    return torch.split(vector, _entries(like))
+    return vector.split_with_sizes(_entries(like))  # torch.split asks in Python what it is given
 
 
 def brought_to(state: Any, device: torch.device) -> Any:

@@ -52,6 +52,7 @@ class _Step:
     Args:
         driver: the estimator as it is in this step.
         charged: z that the step was charged with.
+        size: d, the entries of all parameters.
         asked: its queries; none if it asks nothing.
         total: the answer of the chunks so far; None before the first one, if it did not begin with the
             noise.
@@ -60,6 +61,7 @@ class _Step:
 
     driver: Driver
     charged: float
+    size: int
     asked: tuple[Query, ...] = ()
     total: BoundedSum | None = field(default=None, repr=False)
     begun: Callable[[], BoundedSum] | None = field(default=None, repr=False)
@@ -205,8 +207,8 @@ class Mechanism:
         else:
             self.plan.enforce(asked, charged, step)
             self._charge(event)
-        self._begun = _Step(self._driver, charged, asked)
-        is_small = _num_values(params) <= _EARLY_VALUES and not self.spares_memory
+        self._begun = _Step(self._driver, charged, number_of_entries(params), asked)
+        is_small = self._begun.size <= _EARLY_VALUES and not self.spares_memory
         if self.world.is_sharded or is_small:
             self.begin_noise(params)
         return query
@@ -281,7 +283,7 @@ class Mechanism:
         if step is None or query is None or step.begun is not None or step.total is not None:
             return
         if not self.world.is_sharded:
-            share = self.world.share(query.size(_num_values(params)))
+            share = self.world.share(query.size(step.size))
             is_worth_it = self.noise.has_background(share.stop - share.start, params[0].device)
             if not is_worth_it or query.noise_multiplier == 0:
                 return
@@ -309,19 +311,20 @@ class Mechanism:
             part: its sum, or :attr:`so_far` with it added in the same memory.
         """
         step = self._with_total()
-        if step is None or step.query is None:
+        query = None if step is None else step.query
+        if step is None or query is None:
             raise RefusedRun(
                 "Nothing was asked: Mechanism.ask() must come before answer().",
                 topic="out-of-order",
             )
         # Not even a smaller one: the noise follows rank 0's bound, which must hold on every rank.
-        if part.clip_norm != step.query.sensitivity:
+        if part.clip_norm != query.sensitivity:
             raise RefusedRun(
                 f"The answer is bounded by {part.clip_norm}, the query asked for "
-                f"{step.query.sensitivity}.",
+                f"{query.sensitivity}.",
                 topic="out-of-order",
             )
-        coordinates = step.query.coordinates
+        coordinates = query.coordinates
         if coordinates is not None and part.value.numel() != len(coordinates):
             raise RefusedRun(
                 f"The answer has {part.value.numel()} entries, the query asked for "
@@ -443,8 +446,3 @@ class Mechanism:
         self._filter.covariance = state.get("noise", self._filter.covariance)
         if self.signal is not None and state.get("signal") is not None:
             self.signal.load_state_dict(state["signal"])
-
-
-def _num_values(params: Sequence[Tensor]) -> int:
-    """Return the number of values that all parameters hold together."""
-    return number_of_entries(params)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp.accounting import StreamingRDPAccountant
 from lightning_dp.accounting.base import AbstractAccountant
-from lightning_dp.accounting.events import AbstractEvent, History, PoissonRound
+from lightning_dp.accounting.events import AbstractEvent, History, noise_together
 from lightning_dp.accounting.guards import AbstractGuard, FixedGuard, GDPGuard, RDPGuard
 from lightning_dp.accounting.steps import (
     AbstractPairPlan,
@@ -144,13 +144,16 @@ class NoisePlan:
         """The privacy event of step t, or of the charge that begins there, with this noise multiplier."""
         if not isinstance(self.sampling, AbstractBlockSampling):
             return self.sampling.event(noise_multiplier, self.rate(step))
+        # A Trainer without a budget may go on after the plan's end.
+        last = self.end if step < self.end else math.inf
+        to_window = self.window - (step - self.start) % self.window
         return self.sampling.charge(
             noise_multiplier,
             self.rate(step),
             noise=self.noise,
             number=(step - self.start) // self.window,
             window=self.window,
-            steps=int(max(1, min(self.window, self.end - step))),
+            steps=int(min(to_window, last - step)),
         )
 
     def enforce(self, queries: Sequence[Query], least: float, step: int) -> None:
@@ -163,7 +166,7 @@ class NoisePlan:
             least: z that their step was charged with.
             step: its place in the plan.
         """
-        together = PoissonRound(tuple(query.noise_multiplier for query in queries), 1.0).pair[0]
+        together = noise_together([query.noise_multiplier for query in queries])
         if not together >= least:
             on_one = f" with {len(queries)} queries on one batch" if len(queries) > 1 else ""
             raise RefusedRun(
@@ -364,16 +367,18 @@ class Budget:
         assert config.target_epsilon is not None
         from lightning_dp.accounting.calibration import affordable_steps
 
+        planned = int(min(planned_steps, _ENDLESS))
         charges = affordable_steps(
             plan.events_from(step),
-            plan.charges(step, int(min(planned_steps, _ENDLESS))),
+            plan.charges(step, planned),
             config.target_epsilon,
             config.target_delta,
             relation=config.relation,
             accountant=accountant,
             spent=self.spent,
         )
-        return plan.steps_of(charges, step)
+        # The last charge may end before its block.
+        return min(planned, plan.steps_of(charges, step))
 
     def guard(
         self, plan: NoisePlan, step: int, planned_steps: float, affordable: float

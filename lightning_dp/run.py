@@ -319,14 +319,14 @@ class PrivateRun:
     @property
     def exhausted(self) -> bool:
         """True if one more step would exceed the budget."""
-        return self.mechanism is not None and self.mechanism.exhausted
+        return (mechanism := self.mechanism) is not None and mechanism.exhausted
 
     # -- what a strategy does --------------------------------------------------------------
 
     @property
     def step(self) -> int:
         """The step of the plan that is next, or running."""
-        return 0 if self.mechanism is None else self.mechanism.step
+        return 0 if (mechanism := self.mechanism) is None else mechanism.step
 
     def draw(self, step: int, rate: float, rng: np.random.Generator) -> NDArray[np.int64] | None:
         """Draw the batch of a step of the block; None where batches are drawn by themselves."""
@@ -401,8 +401,8 @@ class PrivateRun:
         self._fit = fit = self._planned_fit(planned_steps, world, steps_before)
         target = self.config.target_epsilon
         if target is not None and self.config.noise_multiplier is None and world.is_lead:
-            anew = self._resumed is not None and fit.mechanism.plan.scale > self._resumed_scale
-            self.ledger.note_plan(target, int(fit.end), is_replanned=anew)
+            is_replanned = self._is_replanned(fit.mechanism)
+            self.ledger.note_plan(target, int(fit.end), is_replanned=is_replanned)
         self._resumed, self.stop_reason = None, None
 
     def _planned_fit(self, planned_steps: float, world: World, steps_before: int) -> PlannedFit:
@@ -447,6 +447,12 @@ class PrivateRun:
         if self.is_adaptive or config.accountant.is_its_own_guard:
             return False
         return (crashed.target_epsilon, crashed.last_step) == (config.target_epsilon, last_step)
+
+    def _is_replanned(self, mechanism: Mechanism) -> bool:
+        """True if noise was calibrated after steps that it assumes to have had no say in it."""
+        before = self._resumed_scale if self._resumed is not None else 0 if self.steps else math.inf
+        needs_plan = mechanism.guard.claim(self.config.target_delta) is None
+        return needs_plan and before < mechanism.plan.scale < math.inf
 
     def replan(self, world: World) -> bool:
         """Recompute how much of the plan the budget affords, after a charge was spent on nothing.

@@ -9,7 +9,8 @@ here, of different lengths; yours take their place in ``Sequences``. Needs ``tra
 
 A record is one sequence, and its loss is the mean over its own tokens. The loss that transformers
 computes from ``labels`` is a mean over all tokens of the batch: how much a record counts in it depends on
-how long the others are, so clipping its gradient would not bound what it does, and the fit is refused.
+how long the others are, so clipping its gradient would not bound what it does,
+unless each record runs alone.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ class PlannedRun:
     Args:
         target_epsilon: what the noise was calibrated for.
         last_step: the step of the plan at which it ends.
-        is_replanned: the noise was calibrated again after a crash.
+        is_replanned: the noise was calibrated again, after a crash or another fit.
         saved: the charged steps that its latest checkpoint has made.
         is_ended: it ended in order. Without this, it crashed, or still runs.
     """

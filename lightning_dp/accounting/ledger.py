@@ -74,7 +74,7 @@ class Ledger:
         self.id = new_id()
         self.journal_path: Path | None = None
         self.weights: set[str] = set()  # fingerprints of weights that were released
-        self.is_replanned = False  # the noise of a run was planned again after a crash
+        self.is_replanned = False  # the noise of a run was planned after steps of others
         self.crashed: PlannedRun | None = None  # that whose checkpoint was restored last
         self.began: datetime | None = None  # at the first charge that this object saw
         self.latest: datetime | None = None  # and at the latest one

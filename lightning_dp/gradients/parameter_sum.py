@@ -144,7 +144,8 @@ class ParameterGradients:
 
         As :func:`~lightning_dp.functional.squares_of_products` takes them: of float32, on the CPU.
         """
-        self.uses = _joined(self.uses)
+        if len(self.uses) > 1:
+            self.uses = _joined(self.uses)
         use = self.uses[0]
         if len(self.uses) > 1 or self._squares is not None or not _is_plain(use.u):
             return None
@@ -232,7 +233,7 @@ class ParameterGradients:
         for use in uses:
             if left_out is not None:
                 use = use.without(left_out)
-            own = weights.to(use.u.dtype)
+            own = weights if weights.dtype is use.u.dtype else weights.to(use.u.dtype)
             use.form.add_weighted_sum(use.v, use.u, own, onto, is_new=is_new)
             is_new = False
         self.discard()

@@ -79,6 +79,7 @@ class _Found:
     why_not: str = ""  # nothing can be said of gradients
     where: str = ""
     runs: list[Run] = field(default_factory=list, repr=False)  # together, and exchanged
+    alone_end: Snapshot | None = field(default=None, repr=False)
 
 
 class Check:
@@ -254,10 +255,13 @@ class Check:
         if together.public_steps and not self._settings.is_count_public:
             fewer = self._try(found, variants.alone, range(len(kept)), watched)
             found.public |= fewer is not None and _steps_differ(together, fewer)
-        if self._settings.gradients and self._settings.fewer and not together.has_drawn:
+        if self._settings.fewer:
             alone = self._try(found, variants.alone, range(len(kept)), watched)
             if alone is not None:
-                found.alone = self._distance(together, alone, len(kept))
+                if self._settings.gradients and not together.has_drawn:
+                    found.alone = self._distance(together, alone, len(kept))
+                self._compare_ends(found, together, alone)
+                found.alone_end = alone.end
         return found
 
     def _try(
@@ -308,15 +312,7 @@ class Check:
         if self._settings.gradients and not is_settled:
             found.exchanged = self._distance(a, b, len(kept))
         found.public = _steps_differ(a, b)
-        if a.settings != b.settings:
-            found.settings = ("the optimizers' settings",)
-        if a.end is not None and b.end is not None:
-            moved = a.end.differences(b.end)
-            found.buffers = tuple(each.name for each in moved if each.kind in _KEPT)
-            found.settings += tuple(each.name for each in moved if each.kind == "setting")
-            if a.start is not None:
-                changed = {each.name for each in a.start.differences(a.end) if each.kind in _KEPT}
-                self.same_in_both = (changed | a.written) - {each.name for each in moved}
+        self._compare_ends(found, a, b)
         if found.exchanged > TOLERANCE:
             sizes, rows = (a.rows, b.rows), places_in(a.samples, kept)
             if self._runner.pipeline.made_by and not are_same_rows(a.batch, b.batch, sizes, rows):
@@ -325,6 +321,20 @@ class Check:
                 layer = first_that_mixes(a.calls, b.calls, (rows, rows), sizes)
                 found.where = layer or OUTSIDE_OF_LAYERS
         found.runs = [a, b]
+
+    def _compare_ends(self, found: _Found, a: Run, b: Run) -> None:
+        """Compare what two runs leave: what follows the records, or their number."""
+        if a.settings != b.settings:
+            found.settings += ("the optimizers' settings",)
+        if a.end is None or b.end is None:
+            return
+        moved = a.end.differences(b.end)
+        found.buffers += tuple(each.name for each in moved if each.kind in _KEPT)
+        found.settings += tuple(each.name for each in moved if each.kind == "setting")
+        if a.start is not None:
+            changed = {each.name for each in a.start.differences(a.end) if each.kind in _KEPT}
+            self.same_in_both |= changed | a.written
+        self.same_in_both -= {each.name for each in moved}
 
     def _distance(self, a: Run, b: Run, kept: int) -> float:
         if a.gradients is None or b.gradients is None:
@@ -355,7 +365,7 @@ class Check:
                 twins.after_twin(together.end, twin.end)
         ends = [run.end for run in found.runs if run.end is not None]
         if len(ends) == 2 and not found.buffers:
-            twins.after_pair(ends[0], ends[1])
+            twins.after_pair(ends[0], ends[1], found.alone_end)
 
     def _in_world(self, world: AbstractContextManager[None]) -> Run:
         with world:

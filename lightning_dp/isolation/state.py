@@ -98,15 +98,20 @@ class TwinState:
         """The dotted names of what follows the records."""
         return tuple(dict.fromkeys(twin.name for twin in self._twins.values()))
 
-    def after_pair(self, end: Snapshot, other: Snapshot) -> None:
+    def after_pair(self, end: Snapshot, other: Snapshot, fewer: Snapshot | None = None) -> None:
         """Take the twins of what differs between a batch and one with other records; the rest stays.
 
         Args:
             end: after the batch.
             other: after the one with other records, from the same start.
+            fewer: after one with fewer records: which numbers follow the size of the batch.
         """
-        self._twins |= _twins_of(end, other)
-        self._ends = _twins_of(other, end), _twins_of(end, other)
+        there, here = _twins_of(end, other), _twins_of(other, end)
+        if fewer is not None:
+            there = {**_numbers(_twins_of(end, fewer)), **there}
+            here = {**_numbers(_twins_of(fewer, end)), **here}
+        self._twins |= there
+        self._ends = here, there
         self._ever |= self._twins
 
     def after_twin(self, end: Snapshot, other: Snapshot) -> None:
@@ -258,6 +263,16 @@ def _twins_of(end: Snapshot, other: Snapshot) -> dict[Path, _Twin]:
             with suppress(LookupError):  # there is no such attribute in the other world
                 found[path] = _Twin(difference.name, other.value_at(path), end.value_at(path))
     return found
+
+
+def _numbers(twins: Mapping[Path, _Twin]) -> dict[Path, _Twin]:
+    """Return those that are numbers, or tensors of one shape: not those with a row for each record."""
+    return {
+        path: twin
+        for path, twin in twins.items()
+        if isinstance(twin.end, int | float | np.number)
+        or (isinstance(twin.value, Tensor) and _are_alike(twin.end, twin.value))
+    }
 
 
 def _moved(value: Any, twin: _Twin, scale: float) -> Any:

@@ -48,8 +48,9 @@ _NOT_COVERED = (
     "mathematics",
 )
 _REPLANNED = (
-    "the moment of a crash: the noise of the steps after it was planned again, as if neither records nor "
-    "releases had led to it (a lack of memory may follow them)"
+    "the moment of a crash, or of the end of a fit that another one followed: the noise after it was "
+    "planned for the ε that was left, as if neither records nor releases had led to it (a lack of memory "
+    "may follow them)"
 )
 
 _ROUND = (

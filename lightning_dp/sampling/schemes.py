@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
@@ -178,7 +179,11 @@ class Poisson(AbstractSampling):
         return rng.choice(shard_size, size=count, replace=False, shuffle=False)
 
     def event(self, noise_multiplier: float, sample_rate: float) -> AbstractEvent:
-        return sampled_gaussian(noise_multiplier, sample_rate)
+        return _sampled_gaussian(noise_multiplier, sample_rate)
+
+
+# The steps of a run are alike, as a rule.
+_sampled_gaussian = lru_cache(maxsize=16, typed=True)(sampled_gaussian)
 
 
 @dataclass(frozen=True)

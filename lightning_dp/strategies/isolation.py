@@ -124,7 +124,7 @@ class IsolationWatch:
         self._callbacks = _BeforeHooks(self), _AfterCallbacks(self)
         self._handed_over: list[tuple[Any, int, Any]] | None = None
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        callbacks[:] = [self._callbacks[0], *callbacks, self._callbacks[1]]
+        callbacks.insert(0, self._callbacks[0])
         if names := run.config.checks.public_state:
             note = f"what callbacks and validation write into {', '.join(names)} (declared, not checked)"
             run.not_covered = (*run.not_covered, note)
@@ -365,10 +365,13 @@ class IsolationWatch:
         return _UNEXPLAINED.format(sorted(names)[:5])
 
     def before_callbacks(self, batch: object) -> None:
-        """Note what the Trainer's callbacks are handed, if one is of the user's."""
-        if any(map(_starts_batches, self._trainer.callbacks)):  # type: ignore[attr-defined]
+        """Note what the Trainer's callbacks are handed, if one is of the user's; look again after it."""
+        callbacks, last = self._trainer.callbacks, self._callbacks[1]  # type: ignore[attr-defined]
+        if any(map(_starts_batches, callbacks)):
             parts = leaves(batch, rows=True)
             self._handed_over = [(each, _version(each), _copied(each)) for each in parts]
+            if last not in callbacks:  # which are being called in their order
+                callbacks.append(last)
 
     def after_callbacks(self, batch: object) -> None:
         """Note a fault if one of them has changed it: what runs once cannot be compared."""
@@ -551,6 +554,10 @@ class IsolationWatch:
 class _BeforeHooks(Callback):
     """Runs hooks of the module first as they would run after other records."""
 
+    # At each step Lightning opens a profiler's context for every hook that can be called.
+    on_before_zero_grad = on_before_backward = None  # type: ignore[assignment]
+    on_after_backward = on_before_optimizer_step = None  # type: ignore[assignment]
+
     def __init__(self, watch: IsolationWatch) -> None:
         self._watch = watch
 
@@ -590,7 +597,7 @@ def _starts_batches(owner: object) -> bool:
     hook = "on_train_batch_start"
     # Of the function, not of the class: a LambdaCallback's is the user's.
     by = getattr(getattr(owner, hook), "__module__", None) or ""
-    return is_overridden(hook, owner) and not by.startswith(("lightning.", "lightning_dp."))
+    return not by.startswith(("lightning.", "lightning_dp.")) and is_overridden(hook, owner)
 
 
 def _version(leaf: Any) -> int:

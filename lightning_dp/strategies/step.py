@@ -428,8 +428,11 @@ class PrivateStep:
             self._batch.answered.clear()
         for group in with_noise_variance(optimizer):
             group[NOISE_VARIANCE] = mechanism.noise_variance
-        for param, gradient in zip(self.params, unflatten(estimate, held), strict=True):
-            param.grad = as_shard(gradient, param)
+        gradients = unflatten(estimate, held)
+        if self.engine.is_sharded:
+            gradients = [as_shard(*each) for each in zip(gradients, self.params, strict=True)]
+        for param, gradient in zip(self.params, gradients, strict=True):
+            param.grad = gradient
 
     def detach(self) -> None:
         """Leave the model as it was."""

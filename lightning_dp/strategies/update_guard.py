@@ -116,13 +116,10 @@ class WriteCounts:
 
 def _marks(tensors: Sequence[Tensor]) -> list[tuple[int, int, torch.Size]]:
     """Return how often each was written to, its address and its shape."""
-    addresses = [(each.data_ptr(), each.shape) for each in tensors]
-    versions = _versions(tensors)
-    return [(version, *rest) for version, rest in zip(versions, addresses, strict=True)]
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    return [0 if each.is_inference() else each._version for each in tensors]
+    return [
+        (0 if each.is_inference() else each._version, each.data_ptr(), each.shape)
+        for each in tensors
+    ]
 
 
 class SameParameters:
@@ -376,7 +373,7 @@ class GradientGuard:
         self._asked: dict[Clipping, Callable[[], None]] = {}  # before the release
         self._clipped: list[Clipping] = []  # since the release
         self._usual: list[Clipping] | None = None  # what the first step clipped
-        self._state: dict[int, tuple[Tensor, int]] = {}  # of the optimizer, with versions
+        self._state: list[tuple[Tensor, int]] = []  # of the optimizer, with versions
         self._has_other_state = False
         self.skipped = 0
         """Batches that were charged and answered, and not stepped for."""
@@ -424,9 +421,11 @@ class GradientGuard:
 
     def look_at_state(self, optimizer: Optimizer) -> None:
         """Compare them when a step begins: what a step itself does to them first is its own."""
-        now = _state_of(optimizer)
-        for key, (_, version) in self._state.items():
-            self._has_other_state |= key not in now or now[key][1] != version
+        before = self._state
+        if not before:  # as of SGD without momentum
+            return
+        now = {id(each): version for each, version in _state_of(optimizer)}
+        self._has_other_state |= any(now.get(id(each)) != version for each, version in before)
 
     def fault(self, optimizer: Optimizer) -> str | None:
         """Return why the optimizer may not use the gradients; None if it may. Once a release."""
@@ -478,10 +477,14 @@ class GradientGuard:
         yield f"hooks of {type(optimizer).__name__}.step"
 
 
-def _state_of(optimizer: Optimizer) -> dict[int, tuple[Tensor, int]]:
-    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
-    found = [each for state in states for each in state.values() if isinstance(each, Tensor)]
-    return dict(zip(map(id, found), zip(found, _versions(found), strict=True), strict=True))
+def _state_of(optimizer: Optimizer) -> list[tuple[Tensor, int]]:
+    return [
+        (each, 0 if each.is_inference() else each._version)
+        for state in optimizer.state.values()
+        if isinstance(state, dict)
+        for each in state.values()
+        if isinstance(each, Tensor)
+    ]
 
 
 def watched(plugin: Precision, guard: GradientGuard, private: Optimizer) -> Precision:

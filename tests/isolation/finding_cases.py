@@ -35,6 +35,7 @@ class Case:
     n: int = 64
     data: Callable[[int], Dataset[Any]] | None = None
     collate: Callable[[list[Any]], Any] | None = None
+    data_module: Callable[[], L.LightningDataModule] | None = None
     callbacks: Callable[[], list[L.Callback]] = list
     steps: int = 8
     full: bool = True
@@ -836,3 +837,183 @@ for hook in ("on_train_end", "on_fit_end", "teardown", *MODES, "on_validation_en
 ordinary("last hook", "callback", callbacks=lambda: [Prints()])(Features)
 ordinary("last hook", "only_keeps")(Features)
 ordinary("last hook", "only_keeps_poisson", full=False, n=16, steps=20, validate=True)(Features)
+
+
+# -- state beside the module: of its class, the data module, the collate_fn, the Trainer ----------
+
+
+class Means(L.LightningDataModule):
+    """Centres batches by a running mean."""
+
+    rate = 0.1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(8)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        if len(x):
+            self.mean = (1 - self.rate) * self.mean + self.rate * x.mean(0)
+        return x - self.mean, y
+
+
+class Previous(Means):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        before, self.mean = self.mean, batch[0].sum(0)
+        return batch[0] + 0.2 * before, batch[1]
+
+
+class Steps(Means):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.mean = self.mean + 1
+        return batch[0] + 1 / self.mean, batch[1]
+
+
+class Latest(Means):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.latest = batch[0]
+        return batch
+
+
+class Collate:
+    def __init__(self) -> None:
+        self.mean, self.calls = torch.zeros(8), 0
+
+    def centre(self, samples: list[Any]) -> Any:
+        x, y = default_collate(samples)
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return x - self.mean, y
+
+    def count(self, samples: list[Any]) -> Any:
+        self.calls += 1
+        x, y = default_collate(samples)
+        return x / self.calls, y
+
+
+bad("beside", "data_module", data_module=Means)(Base)
+bad("beside", "previous_batch", data_module=Previous)(Base)
+bad("beside", "collate_fn", collate=Collate().centre)(Base)
+ordinary("beside", "data_module_of_steps", data_module=Steps)(Base)
+ordinary("beside", "data_module_that_keeps_a_batch", data_module=Latest)(Base)
+ordinary("beside", "collate_fn_of_calls", collate=Collate().count)(Base)
+ordinary("beside", "Base")(Base)
+
+
+@bad("beside")
+class RunningMeanOfTheClass(Base):
+    mean = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        kind = type(self)
+        kind.mean = 0.9 * kind.mean + 0.1 * float(loss.detach())
+        return loss * kind.mean
+
+
+@bad("beside", steps=80)
+class StopsByTheLoss(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.trainer.should_stop = float(loss.detach().mul(1e4).round()) % 2 == 0
+        return loss
+
+
+@ordinary("beside")
+class StepsOfTheClass(Base):
+    steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        type(self).steps += 1
+        return super().training_step(batch, batch_idx) / type(self).steps
+
+
+# -- how many records a batch has ------------------------------------------------------------
+
+
+class Counts(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.seen, self.sizes = 0, list[int]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * self.factor(len(batch[0]))
+
+    def factor(self, n: int) -> float:
+        return 1.0
+
+
+@bad("count", full=False)
+class RecordsInABuffer(Counts):
+    def factor(self, n: int) -> float:
+        self.count += n
+        return 1.0
+
+
+@bad("count", full=False)
+class AnnealsByRecords(Counts):
+    def factor(self, n: int) -> float:
+        self.seen += n
+        return self.seen / 1000
+
+
+@bad("count", full=False)
+class AveragesTheSize(Counts):
+    size = 1.0
+
+    def factor(self, n: int) -> float:
+        before, self.size = self.size, 0.9 * self.size + 0.1 * n
+        return before / 64
+
+
+@bad("count", full=False)
+class LearningRateOfTheSize(Counts):
+    def factor(self, n: int) -> float:
+        self.optimizers().param_groups[0]["lr"] = 0.05 * n / 64
+        return 1.0
+
+
+@bad("count", full=False)
+class DecayAfterTheStep(Counts):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.optimizers().param_groups[0]["weight_decay"] = 1e-5 * len(batch[0])
+
+
+@ordinary("count", full=False)
+class StepsInABuffer(Counts):
+    def factor(self, n: int) -> float:
+        self.count += 1
+        return float(self.count)
+
+
+@ordinary("count", full=False)
+class AnnealsBySteps(Counts):
+    def factor(self, n: int) -> float:
+        self.seen += 1
+        return self.seen / 1000
+
+
+@ordinary("count", full=False)
+class KeepsSizes(Counts):
+    def factor(self, n: int) -> float:
+        self.sizes.append(n)
+        return 1.0
+
+
+@ordinary("count", full=False)
+class RecordsForTheLog(Counts):
+    def factor(self, n: int) -> float:
+        self.seen += n
+        return 1.0
+
+    def on_train_epoch_end(self) -> None:
+        self.log("seen", float(self.seen))
+
+
+@ordinary("count", full=False)
+class CachesByTheSize(Counts):
+    def factor(self, n: int) -> float:
+        if len(self.sizes) != n:
+            self.sizes = [1] * n
+        return sum(self.sizes) / max(n, 1)

@@ -165,6 +165,46 @@ def test_a_sum_is_refused_under_random_numbers(fit):
         fit(Model(network(), noisy_total), engine="layers", max_grad_norm=100.0)
 
 
+class Encoder(Model):
+    """A variational autoencoder, whose loss is a mean or a sum over the batch."""
+
+    def __init__(self, of):
+        super().__init__(nn.Linear(6, 4), None)
+        self.decoder, self.of = nn.Linear(2, 6), of
+
+    def training_step(self, batch, batch_idx):
+        x, _ = batch
+        mean, log = self.net(x).chunk(2, 1)
+        z = mean + torch.randn_like(mean) * (log / 2).exp()
+        loss = (self.decoder(z) - x) ** 2
+        return self.of(loss.sum(1) + 0.5 * (mean**2 + log.exp() - log - 1).sum(1))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_sum_of_an_autoencoder_is_refused_and_its_mean_is_not(fit, seed):
+    torch.manual_seed(seed)
+    with pytest.raises(REFUSALS, match="reduction='mean', not 'sum'"):
+        fit(Encoder(torch.sum), engine="layers")
+    fit(Encoder(torch.mean), engine="layers")
+
+
+class Mixup(Model):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        x, y = batch
+        return 0.7 * x + 0.3 * x[self.order(len(x))], y
+
+
+@pytest.mark.parametrize(
+    "order", [torch.randperm, lambda n: torch.from_numpy(np.random.permutation(n))]
+)
+def test_mixup_is_refused_before_a_charge(fit, order):
+    model, ledger = Mixup(network(), F.cross_entropy), []
+    model.order = order
+    with pytest.raises(REFUSALS, match="synthetic samples"):
+        ledger.append(fit(model))
+    assert not ledger
+
+
 def test_what_always_couples_is_refused_before_a_charge(make_trainer):
     privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5, engine="layers")
     x, y = map(torch.stack, zip(*records(16), strict=True))

@@ -41,7 +41,13 @@ def fit(make_trainer, tmp_path):
         records = (case.data or points)(case.n if case.full else 4 * case.n)
         loader = DataLoader(records, case.n, collate_fn=case.collate, num_workers=case.workers)
         held_out = DataLoader(points(8), 8) if case.validate else None
-        trainer.fit(module or case.make(), loader, held_out)
+        module = module or case.make()
+        if case.data_module is None:
+            trainer.fit(module, loader, held_out)
+        else:
+            data_module = case.data_module()
+            data_module.train_dataloader = lambda: loader
+            trainer.fit(module, datamodule=data_module)
         trainer.save_checkpoint(tmp_path / "model.ckpt")
         return trainer, privacy
 

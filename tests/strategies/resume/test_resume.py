@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import FullBatch, Momentum
+from lightning_dp import CyclicPoisson, FixedOrder, FullBatch, Momentum, Poisson, RandomAllocation
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.events import PoissonGaussian
 from lightning_dp.schedules import Exponential
@@ -345,6 +345,43 @@ def test_calibrated_noise_is_kept_and_spends_exactly_the_rest(fit, tmp_path):
     assert resumed.privacy.steps <= 24
     assert resumed.probe.optimizer_steps == resumed.privacy.steps - 6
     assert 2.85 < resumed.privacy.epsilon <= 3.0
+
+
+@pytest.mark.parametrize("sampling", [Poisson(), FullBatch()])
+def test_noise_of_a_fit_after_one_that_ended_early_is_said_to_follow_it(fit, sampling):
+    """Who ended the first fit may have looked; full batches add up for any noise."""
+
+    class Stop(L.Callback):
+        def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = True
+
+    privacy = private(target_epsilon=3.0, sampling=sampling)
+    first = fit(privacy=privacy, callbacks=(Stop(),), max_epochs=4)
+    said = [any("another one followed" in text for text in privacy.report().not_covered)]
+    fit(privacy=privacy, max_epochs=4)
+    said.append(any("another one followed" in text for text in privacy.report().not_covered))
+    assert said == [False, sampling == Poisson()]
+    assert first.trainer.global_step < privacy.steps and 2.9 < privacy.epsilon <= 3.0
+
+
+@pytest.mark.parametrize("sampling", [CyclicPoisson(5), RandomAllocation(), FixedOrder()])
+def test_steps_beyond_a_plan_that_ends_inside_a_block_do_not_exceed_the_target(fit, sampling):
+    class Longer(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.fit_loop.epoch_loop.max_steps = 20
+
+    relation = "zero_out" if sampling == FixedOrder() else "add_remove"
+    privacy = private(target_epsilon=3.0, sampling=sampling, relation=relation)
+    fitted = fit(privacy=privacy, callbacks=(Longer(),), max_steps=7)
+    assert privacy.epsilon <= 3.0
+    assert fitted.trainer.global_step == privacy.steps == 7
+
+    privacy = private(noise_multiplier=1.0, sampling=sampling, relation=relation)
+    fitted = fit(privacy=privacy, callbacks=(Longer(),), max_steps=7)
+    assert fitted.trainer.global_step == 20
+    charged = [event.steps for event, count in fitted.ledger.history() for _ in range(count)]
+    expected = [5, 2, 3, 5, 5] if sampling == CyclicPoisson(5) else [7, 5, 12]
+    assert sorted(charged) == sorted(expected)  # one more than the blocks, and not one a step
 
 
 def test_full_batch_resumes_between_and_inside_its_steps(fit, save_at, tmp_path):
