@@ -144,13 +144,16 @@ class NoisePlan:
         """The privacy event of step t, or of the charge that begins there, with this noise multiplier."""
         if not isinstance(self.sampling, AbstractBlockSampling):
             return self.sampling.event(noise_multiplier, self.rate(step))
+        # A Trainer without a budget may go on after the plan's end.
+        last = self.end if step < self.end else math.inf
+        to_window = self.window - (step - self.start) % self.window
         return self.sampling.charge(
             noise_multiplier,
             self.rate(step),
             noise=self.noise,
             number=(step - self.start) // self.window,
             window=self.window,
-            steps=int(max(1, min(self.window, self.end - step))),
+            steps=int(min(to_window, last - step)),
         )
 
     def enforce(self, queries: Sequence[Query], least: float, step: int) -> None:

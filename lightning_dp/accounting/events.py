@@ -15,6 +15,7 @@ from scipy.special import bdtrc
 
 from lightning_dp._refusals import Refusal, RefusedSetting
 from lightning_dp._validate import (
+    Check,
     between,
     explained,
     listed,
@@ -35,7 +36,6 @@ _RATE = explained(
     between("(0, 1]"),
     "It is the probability that a record takes part: the expected batch size over the records.",
 )
-_RELATION = one_of(get_args(Relation))
 _LONGEST = 300  # letters of the user's words
 _LITTLE_NOISE = 0.05  # a multiplier; below, no secret of who takes part protects
 
@@ -49,7 +49,15 @@ class AbstractEvent(ABC):
     participating records has sensitivity ``C`` to adding or removing one record, and noise
     ``N(0, (noise_multiplier * C)^2 I)`` is added to it. It costs no more than that, and less where
     ``is_pair`` is false. How a sequence of events is analysed is the business of an accountant.
+
+    A field has one meaning and one check in all events: constructors raise ValueError, naming the
+    argument, if it is out of range or NaN.
     """
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if each.name in _CHECKS:
+                normalise(self, _CHECKS[each.name], each.name)
 
     @property
     @abstractmethod
@@ -143,18 +151,12 @@ class Gaussian(AbstractEvent):
         noise_multiplier: ``z >= 0``: noise standard deviation over the sensitivity ``C`` of the sum
             under add/remove. 0 is legal and gives ``epsilon = inf``.
 
-    Raises:
-        ValueError: if ``noise_multiplier`` is negative, infinite or NaN.
-
     Example:
         >>> Gaussian(noise_multiplier=2.0).pair
         (2.0, 1.0)
     """
 
     noise_multiplier: float
-
-    def __post_init__(self) -> None:
-        normalise(self, _NOISE, "noise_multiplier")
 
     @property
     def pair(self) -> tuple[float, float]:
@@ -172,9 +174,6 @@ class PoissonGaussian(AbstractEvent):
         noise_multiplier: ``z >= 0``: noise standard deviation over the sensitivity ``C`` of the sum.
         sample_rate: ``q`` in (0, 1]: probability that a record takes part.
 
-    Raises:
-        ValueError: if an argument is out of range or NaN.
-
     Example:
         >>> PoissonGaussian(noise_multiplier=1.0, sample_rate=0.01).to_dict()
         {'event': 'PoissonGaussian', 'noise_multiplier': 1.0, 'sample_rate': 0.01}
@@ -182,10 +181,6 @@ class PoissonGaussian(AbstractEvent):
 
     noise_multiplier: float
     sample_rate: float
-
-    def __post_init__(self) -> None:
-        normalise(self, _NOISE, "noise_multiplier")
-        normalise(self, _RATE, "sample_rate")
 
     @property
     def pair(self) -> tuple[float, float]:
@@ -204,9 +199,6 @@ class PoissonRound(AbstractEvent):
         noise_multipliers: ``z_s >= 0`` of each query, at least one.
         sample_rate: ``q`` in (0, 1]: probability that a record takes part in the round.
 
-    Raises:
-        ValueError: if an argument is out of range, NaN, or ``noise_multipliers`` is empty.
-
     Example:
         >>> PoissonRound(noise_multipliers=(2.0, 2.0, 2.0, 2.0), sample_rate=0.1).pair
         (1.0, 0.1)
@@ -214,10 +206,6 @@ class PoissonRound(AbstractEvent):
 
     noise_multipliers: tuple[float, ...]
     sample_rate: float
-
-    def __post_init__(self) -> None:
-        normalise(self, _noises, "noise_multipliers")
-        normalise(self, _RATE, "sample_rate")
 
     @property
     def pair(self) -> tuple[float, float]:
@@ -253,9 +241,6 @@ class CyclicRound(AbstractEvent):
         sample_rate: ``b q`` in (0, 1]: probability that a record takes part in the step of its part.
         steps: at most b.
 
-    Raises:
-        ValueError: if an argument is out of range or NaN.
-
     Example:
         >>> event = CyclicRound(noise_multiplier=1.0, sample_rate=0.08, steps=8)
         >>> event.pair, event.num_steps
@@ -266,19 +251,12 @@ class CyclicRound(AbstractEvent):
     sample_rate: float
     steps: int = 1
 
-    def __post_init__(self) -> None:
-        normalise(self, _NOISE, "noise_multiplier")
-        normalise(self, _RATE, "sample_rate")
-        normalise(self, whole, "steps")
-
     @property
     def pair(self) -> tuple[float, float]:
-        """``(noise_multiplier, sample_rate)``."""
         return self.noise_multiplier, self.sample_rate
 
     @property
     def num_steps(self) -> int:
-        """``steps``."""
         return self.steps
 
 
@@ -298,9 +276,6 @@ class FixedOrderPass(AbstractEvent):
         noise_multiplier: ``z >= 0``.
         steps: at most as many as a pass has.
 
-    Raises:
-        ValueError: if an argument is out of range or NaN.
-
     Example:
         >>> from lightning_dp.accounting import Gaussian, epsilon
         >>> passes = [(FixedOrderPass(noise_multiplier=4.0, steps=100), 9)]
@@ -311,18 +286,12 @@ class FixedOrderPass(AbstractEvent):
     noise_multiplier: float
     steps: int = 1
 
-    def __post_init__(self) -> None:
-        normalise(self, _NOISE, "noise_multiplier")
-        normalise(self, whole, "steps")
-
     @property
     def pair(self) -> tuple[float, float]:
-        """``(noise_multiplier, 1.0)``."""
         return self.noise_multiplier, 1.0
 
     @property
     def num_steps(self) -> int:
-        """``steps``."""
         return self.steps
 
     def unbounded(self, relation: Relation) -> str | None:
@@ -362,9 +331,6 @@ class TruncatedGaussian(AbstractEvent):
         limit: records of a sample that are used at most.
         num_records: n, from which it is drawn: those of one process, the largest.
 
-    Raises:
-        ValueError: if an argument is out of range or NaN.
-
     Example:
         >>> event = TruncatedGaussian(1.0, sample_rate=0.01, limit=150, num_records=10_000)
         >>> f"{event.chance_of_limit:.1e}"
@@ -375,11 +341,6 @@ class TruncatedGaussian(AbstractEvent):
     sample_rate: float
     limit: int
     num_records: int
-
-    def __post_init__(self) -> None:
-        normalise(self, _NOISE, "noise_multiplier")
-        normalise(self, _RATE, "sample_rate")
-        normalise(self, whole, "limit", "num_records")
 
     @property
     def chance_of_limit(self) -> float:
@@ -430,9 +391,6 @@ class RandomAllocationEpoch(AbstractEvent):
         batches: t, the steps of the epoch.
         steps: that the charge covers, at most t.
 
-    Raises:
-        ValueError: if an argument is out of range or NaN.
-
     Example:
         >>> from lightning_dp.accounting import PoissonGaussian, epsilon
         >>> epochs = [(RandomAllocationEpoch(1.0, batches=100, steps=100), 10)]
@@ -445,13 +403,8 @@ class RandomAllocationEpoch(AbstractEvent):
     batches: int
     steps: int = 1
 
-    def __post_init__(self) -> None:
-        normalise(self, _NOISE, "noise_multiplier")
-        normalise(self, whole, "batches", "steps")
-
     @property
     def pair(self) -> tuple[float, float]:
-        """``(noise_multiplier, 1.0)``."""
         return self.noise_multiplier, 1.0
 
     @property
@@ -461,7 +414,6 @@ class RandomAllocationEpoch(AbstractEvent):
 
     @property
     def num_steps(self) -> int:
-        """``steps``."""
         return self.steps
 
     def unbounded(self, relation: Relation) -> str | None:
@@ -528,9 +480,6 @@ class Voided(AbstractEvent):
     Args:
         reason: as in :class:`VoidedRunError`.
 
-    Raises:
-        ValueError: if ``reason`` is no text.
-
     Example:
         >>> from lightning_dp.accounting import PLDAccountant
         >>> PLDAccountant().epsilon([(Voided("a chunk had no answer."), 1)], delta=1e-5)
@@ -538,10 +487,6 @@ class Voided(AbstractEvent):
     """
 
     reason: str
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.reason, str):
-            raise ValueError(f"reason={self.reason!r} must be a text.")
 
     @property
     def pair(self) -> tuple[float, float]:
@@ -614,9 +559,6 @@ class ApproximateDP(AbstractExternal):
         what: your words for the release, one line. A release is known by them: two that differ
             must not have the same words, and one that several trainings declare counts once.
 
-    Raises:
-        ValueError: naming the argument.
-
     Example:
         >>> from lightning_dp.accounting import PoissonGaussian, epsilon
         >>> table = ApproximateDP(0.5, 1e-7, relation="add_remove", what="table of ages, 2026-03-01")
@@ -629,12 +571,6 @@ class ApproximateDP(AbstractExternal):
     delta: float
     relation: Relation
     what: str
-
-    def __post_init__(self) -> None:
-        normalise(self, not_negative, "epsilon")
-        normalise(self, between("[0, 1)"), "delta")
-        normalise(self, _RELATION, "relation")
-        normalise(self, _words, "what")
 
     @property
     def declared(self) -> str:
@@ -666,9 +602,6 @@ class ZCDP(AbstractExternal):
         what: your words for the release, one line. A release is known by them: two that differ
             must not have the same words, and one that several trainings declare counts once.
 
-    Raises:
-        ValueError: naming the argument.
-
     Example:
         >>> from lightning_dp.accounting import StreamingRDPAccountant
         >>> tables = ZCDP(0.1, relation="replace_one", what="tables of the census")
@@ -679,11 +612,6 @@ class ZCDP(AbstractExternal):
     rho: float
     relation: Relation
     what: str
-
-    def __post_init__(self) -> None:
-        normalise(self, not_negative, "rho")
-        normalise(self, _RELATION, "relation")
-        normalise(self, _words, "what")
 
     @property
     def declared(self) -> str:
@@ -703,6 +631,12 @@ def _words(name: str, value: object, *, of: str | None = None) -> str:
     return value.strip()
 
 
+def _text(name: str, value: object, *, of: str | None = None) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name}={value!r} must be a text.")
+    return value
+
+
 def _checked(event: ApproximateDP | ZCDP, relation: Relation) -> Relation:
     """Return the relation that ε is asked for, or refuse a guarantee that does not speak of it."""
     if event.relation == "replace_one" and relation != "replace_one":
@@ -719,6 +653,17 @@ def _checked(event: ApproximateDP | ZCDP, relation: Relation) -> Relation:
     return event.relation if relation == "zero_out" else relation
 
 
+_CHECKS: dict[str, Check] = {
+    "noise_multiplier": _NOISE,
+    "noise_multipliers": _noises,
+    "sample_rate": _RATE,
+    **dict.fromkeys(("steps", "batches", "limit", "num_records"), whole),
+    **dict.fromkeys(("epsilon", "rho"), not_negative),
+    "delta": between("[0, 1)"),
+    "relation": one_of(get_args(Relation)),
+    "what": _words,
+    "reason": _text,
+}
 _KNOWN: dict[str, type[AbstractEvent]] = {
     kind.__name__: kind
     for kind in (

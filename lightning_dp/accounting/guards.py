@@ -13,7 +13,7 @@ from lightning_dp.accounting.events import AbstractEvent, History
 from lightning_dp.accounting.external import Declared
 from lightning_dp.accounting.gdp import gdp_epsilon, mu_of_budget
 from lightning_dp.accounting.rdp import RenyiCurve, penalty
-from lightning_dp.accounting.renyi import renyi_divergence
+from lightning_dp.accounting.renyi import total_divergence
 from lightning_dp.accounting.steps import NO_NOISE, CheckedHistory, Steps, joined, merge
 
 
@@ -188,10 +188,10 @@ class RDPGuard(AbstractGuard):
         self._spent += float(declared.divergence(np.array([self.order]))[0])
 
     def _rho(self, event: AbstractEvent) -> float:
-        noise_multiplier, sample_rate = event.pair  # or a bound
-        if noise_multiplier < NO_NOISE:
+        step = merge([(event, 1)])  # its pair, or a bound
+        if step.has_noiseless:
             return math.inf
-        return renyi_divergence(noise_multiplier, sample_rate, self.order, self._relation)
+        return float(total_divergence(step, self._relation, np.array([self.order]))[0])
 
     def fits(self, next_event: Callable[[], AbstractEvent]) -> bool:
         return self._spent + self._rho(next_event()) <= self._budget

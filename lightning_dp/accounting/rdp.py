@@ -1,4 +1,4 @@
-"""Renyi differential privacy in one pass over the steps: quick, additive, looser than the PLD."""
+"""Rényi differential privacy in one pass over the steps: quick, additive, looser than the PLD."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StreamingRDPAccountant(AbstractAccountant):
     """Sums of Renyi divergences over a table of orders, converted to (epsilon, delta) at the end.
 
     ``epsilon = min_a sum_t rho_t(a) + log(1 - 1/a) - (log delta + log a) / (a - 1)`` (Canonne, Kamath
-    and Steinke, arXiv 2004.00010v4, Proposition 12), ``rho_t(a)`` from ``renyi_divergence``, for
+    and Steinke, arXiv 2004.00010v4, Proposition 12), ``rho_t(a)`` from ``total_divergence``, for
     declared guarantees from :class:`~lightning_dp.accounting.external.Declared`. The orders are 1.02
     to 65,536: a - 1 grows by a fifth, by a fiftieth near the best. Six to twelve per cent above
     :class:`PLDAccountant` for usual runs; its use is that it is additive: the guard for adaptive

@@ -19,46 +19,22 @@ _SMALL = 1e-5  # exponent, above its bound by half of this: orders are many wher
 _SPACING = 0.02  # relative distance of the noise multipliers between which is interpolated
 
 
-def renyi_divergence(
-    noise_multiplier: float, sample_rate: float, order: float, relation: Relation = "add_remove"
-) -> float:
-    """``rho(a)``: the Renyi divergence of order ``a`` of one subsampled Gaussian release.
+def total_divergence(steps: Steps, relation: Relation, orders: FloatArray) -> FloatArray:
+    """``sum_t rho_t(a)`` at each order a > 1, within about 1e-4 above it for many distinct steps.
 
     add/remove: ``rho(a) = log E_(x ~ N(0, z^2)) [((1-q) + q e^((2x - 1) / (2 z^2)))^a] / (a - 1)``
     (Mironov, Talwar and Zhang, arXiv 1908.10530v1, section 3: this direction is the larger one). For
     integer orders the binomial sum of equation (6) there, else the trapezoidal rule.
     replace-one: ``rho(a) = 2 a / z^2`` for q = 1, else by the trapezoidal rule.
 
-    Args:
-        noise_multiplier: ``z > 0``.
-        sample_rate: ``q`` in (0, 1].
-        order: ``a > 1``.
-        relation: the neighbouring relation.
-
-    Raises:
-        ValueError: if an argument is out of range or NaN.
+    e^((a - 1) rho) is an f-divergence, so a step inside a cell of the module ``_grouping`` has at most
+    the mean of its corners'.
 
     Example:
-        >>> renyi_divergence(noise_multiplier=2.0, sample_rate=1.0, order=8.0)
+        >>> from lightning_dp.accounting import Gaussian
+        >>> from lightning_dp.accounting.steps import merge
+        >>> float(total_divergence(merge([(Gaussian(2.0), 1)]), "add_remove", np.array([8.0]))[0])
         1.0
-    """
-    if not order > 1:
-        raise ValueError(f"order must be above 1, got {order}.")
-    if not 0 < noise_multiplier < math.inf:
-        raise ValueError(f"noise_multiplier must be finite and above 0, got {noise_multiplier}.")
-    if not 0 < sample_rate <= 1:
-        raise ValueError(f"sample_rate must be in (0, 1], got {sample_rate}.")
-    check_relation(relation)
-    one = np.ones(1)
-    steps = Steps(noise_multiplier * one, sample_rate * one, one)
-    return float(total_divergence(steps, relation, np.array([order]))[0])
-
-
-def total_divergence(steps: Steps, relation: Relation, orders: FloatArray) -> FloatArray:
-    """``sum_t rho_t`` at each order; an upper bound within about 1e-4 of it for many distinct steps.
-
-    e^((a - 1) rho) is an f-divergence, so a step inside a cell of the module ``grouping`` has at most
-    the mean of its corners'.
     """
     full = steps.sample_rates == 1.0
     factor = check_relation(relation)

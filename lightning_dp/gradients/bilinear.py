@@ -531,8 +531,6 @@ class Scale(AbstractForm):
     def rows(self, v: Tensor, u: Tensor) -> Tensor:
         if not self.sum_over:
             return v * u
-        if v.device.type == "cpu" and self.sum_over == tuple(range(2, v.dim())) and v.numel():
-            return _sums_of_products(v, u)
         each = 4 * u[:1].numel()
         return in_slices(lambda a, b: (a * b).sum(self.sum_over), each, v, u, most=_SCALED_BYTES)
 
@@ -543,21 +541,6 @@ class Scale(AbstractForm):
     def of_records(self, use: Use, folding: Folding) -> Use:
         form = Scale((1, *(dimension + 1 for dimension in self.sum_over)))
         return Use(form, folding(use.v), folding(use.u))
-
-
-def _sums_of_products(v: Tensor, u: Tensor) -> Tensor:
-    """Return Σ_t v_ict u_ict for tensors of shape (n, channels, *size), without writing products down.
-
-    The gradient of a norm layer's weight, where each channel of each record is a channel with its own
-    group, of mean 0 and deviation 1. The kernel reads memory in order, without a look at strides.
-    """
-    shape, channels = v.shape[:2], v.shape[:2].numel()
-    v, u = (each.reshape(1, channels, -1).contiguous() for each in (v, u))
-    one, size = v.new_ones(channels), v.shape[2]
-    sums: Tensor = torch.ops.aten.native_group_norm_backward(
-        u, v, torch.zeros_like(one), one, one, 1, channels, size, channels, [False, True, False]
-    )[1]
-    return sums.view(shape)
 
 
 # -- convolutions ---------------------------------------------------------------------------------

@@ -74,7 +74,8 @@ class OneByOne(AbstractGradientEngine):
             (shares,) = torch.autograd.grad(loss, self._losses)
             rows = self._rows * (len(shares) * shares).unsqueeze(1).to(self._rows)
         self.drop()
-        self._found = partial(_FlatGradients, rows, [real(param).numel() for param in self._params])
+        parts = torch.split(rows, [real(param).numel() for param in self._params], dim=1)
+        self._found = partial(MaterialisedGradients, [part[0] for part in parts], parts)
 
     def _row(self, loss: Tensor, *, keep_graph: bool = False) -> Tensor:
         """Return the gradient of one record, or what :meth:`along` asks for in its place."""
@@ -149,27 +150,3 @@ class OneByOne(AbstractGradientEngine):
     def detach(self) -> None:
         self.drop()
         self._params = ()
-
-
-class _FlatGradients(MaterialisedGradients):
-    """Gradients of all parameters in one row each, taken apart only where a rule asks for it.
-
-    Args:
-        rows: shape (n, d).
-        sizes: entries of each parameter.
-        scale: multiplies all of them.
-    """
-
-    def __init__(self, rows: Tensor, sizes: Sequence[int], scale: float) -> None:
-        super().__init__([rows[0]], [rows], scale)
-        parts = torch.split(rows, list(sizes), dim=1)
-        self._by_parameter = MaterialisedGradients([part[0] for part in parts], parts, scale)
-
-    def norms_by_parameter(self) -> Tensor:
-        return self._by_parameter.norms_by_parameter()
-
-    def _sum_up(self, weights: Tensor, onto: Tensor, *, is_new: bool) -> None:
-        if weights.dim() == 1:
-            super()._sum_up(weights, onto, is_new=is_new)
-        else:
-            self._by_parameter._sum_up(weights, onto, is_new=is_new)

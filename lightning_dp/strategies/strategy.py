@@ -72,6 +72,10 @@ if TYPE_CHECKING:
 
 __all__ = ["DifferentialPrivacyStrategy", "install"]
 
+_OTHER_LOSS = (
+    "backward() of {} starts from something else than the loss that it is given, once and as it is. "
+    "The private gradient is that of the loss: scale it in training_step."
+)
 _REMINDER = "DifferentialPrivacy (training goes on WITHOUT PRIVACY if it is left out)"
 _Kind = TypeVar("_Kind", bound="DifferentialPrivacyStrategy")
 
@@ -460,12 +464,25 @@ class DifferentialPrivacyStrategy(Strategy):
         if not is_differentiable(closure_loss):
             return closure_loss  # a chunk with records stays without an answer
         if fit.step.one_record:  # they had theirs; this is for the hooks
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            return self._backward_of_user(closure_loss, optimizer, *args, **kwargs)
         with self._noting_refusals():
             fit.step.check_loss(closure_loss)
             with fit.step.engine.passes.as_written():  # checkpoints run parts of the model again
                 return self._answer(closure_loss, optimizer, *args, **kwargs)
         return closure_loss
+
+    def _backward_of_user(
+        self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Run what the module goes back by, and note a fault if it is not the gradient of the loss."""
+        seeds: list[Tensor] = []
+        handle = loss.register_hook(seeds.append)
+        found = super().backward(loss, optimizer, *args, **kwargs)
+        handle.remove()
+        is_scaled = getattr(self.precision_plugin, "scaler", None) is not None
+        if len(seeds) != 1 or not (is_scaled or bool((seeds[0] == 1).all())):
+            self._now.step.note(_OTHER_LOSS.format(type(self._module).__name__))
+        return found
 
     @contextmanager
     def _noting_refusals(self) -> Iterator[None]:
@@ -533,7 +550,7 @@ class DifferentialPrivacyStrategy(Strategy):
         if args or kwargs or is_overridden("backward", self.lightning_module):
             backward(closure_loss, keep_graph=True)
             with step.engine.passes.engine.repeating():
-                loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+                loss = self._backward_of_user(closure_loss, optimizer, *args, **kwargs)
         else:
             loss = self._backward_by(partial(backward, keep_graph=False), closure_loss)
         step.answer(mechanism, divisor)

@@ -551,3 +551,43 @@ def test_what_an_optimizer_does_in_its_own_step_is_its_own(run, plain):
 
     assert torch.equal(run(change=change, trainer={"max_steps": 1}), plain)
     run(change=change)
+
+
+# -- a backward pass of the module's own -----------------------------------------------------------
+
+
+def backward_by(how: Callable[[Tensor], None]) -> Callable[[Any], None]:
+    """Let the model go back by a function of its own."""
+
+    def change(model: Any) -> None:
+        def backward(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            how(loss)
+
+        model.__class__ = type("Own", (type(model),), {"backward": backward})
+
+    return change
+
+
+@pytest.mark.parametrize("engine", ["auto", "hooks", "records", "one_by_one"])
+def test_a_backward_of_ones_own_starts_from_the_loss(run, engine):
+    plain = run(engine=engine)
+    own = run(engine=engine, change=backward_by(lambda loss: loss.backward()))
+    assert torch.equal(own, plain)
+
+
+@pytest.mark.parametrize("engine", ["auto", "records"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda loss: (0.5 * loss).backward(),
+        lambda loss: (loss / loss.detach()).backward(),
+        lambda loss: [loss.backward(retain_graph=True) for _ in range(2)],
+        lambda loss: None,
+    ],
+    ids=["scaled", "by_itself", "twice", "not_at_all"],
+)
+def test_a_backward_from_something_else_is_refused(run, how, engine):
+    with pytest.raises(
+        (MisconfigurationException, VoidedRunError), match="scale it in training_step"
+    ):
+        run(engine=engine, change=backward_by(how))

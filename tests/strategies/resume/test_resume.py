@@ -376,6 +376,13 @@ def test_steps_beyond_a_plan_that_ends_inside_a_block_do_not_exceed_the_target(f
     assert privacy.epsilon <= 3.0
     assert fitted.trainer.global_step == privacy.steps == 7
 
+    privacy = private(noise_multiplier=1.0, sampling=sampling, relation=relation)
+    fitted = fit(privacy=privacy, callbacks=(Longer(),), max_steps=7)
+    assert fitted.trainer.global_step == 20
+    charged = [event.steps for event, count in fitted.ledger.history() for _ in range(count)]
+    expected = [5, 2, 3, 5, 5] if sampling == CyclicPoisson(5) else [7, 5, 12]
+    assert sorted(charged) == sorted(expected)  # one more than the blocks, and not one a step
+
 
 def test_full_batch_resumes_between_and_inside_its_steps(fit, save_at, tmp_path):
     privacy = {"noise_multiplier": 0.0, "max_grad_norm": 0.3, "sampling": FullBatch()}
