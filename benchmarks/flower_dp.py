@@ -7,7 +7,8 @@ Logistic regression on scikit-learn's digits, 50 clients with 28 records each; �
 calibrated by this package's accountant for all; Flower's (RDP) computes ε of the same releases.
 
 - central: the server is trusted, clips (Flower) or has the clients clip (here), and noises the sum
-  once. Flower: DP-FedAvg, with local epochs. Here: SynchronousServer(noise="server"), one gradient.
+  once. Flower: DP-FedAvg, with local epochs. Here: SynchronousServer(noise="server"), with one
+  gradient (LocalRecords) or local epochs (LocalUpdates).
 - local: each client noises what it sends. Flower's LocalDpMod takes the noise of one message from
   the classical formula and composes nothing: it gets ε / T and δ / T for each of T rounds.
 
@@ -23,6 +24,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -40,12 +42,13 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "federated"))
+from local_updates import LocalUpdates
 from loopback import LoopbackGrid
 
 from lightning_dp import Constant, FullBatch, MeanGradient
 from lightning_dp.accounting import Gaussian, PLDAccountant, calibrate
 from lightning_dp.federated.flower import client_app, server_app
-from lightning_dp.federated.local import LocalRecords
+from lightning_dp.federated.local import LocalRecords, ModuleRecords
 from lightning_dp.federated.synchronous import QueryClient, SynchronousServer
 from lightning_dp.noise_plan import NoisePlan
 
@@ -128,15 +131,23 @@ def with_flower(
 # -- here --------------------------------------------------------------------------------------
 
 
-def with_lightning_dp(kind: str, rounds: int, z: float, rate: float) -> float:
-    """Return the accuracy."""
+def with_lightning_dp(kind: str, epochs: int, rounds: int, z: float, rate: float) -> float:
+    """Return the accuracy; 0 epochs are one gradient."""
     is_central = kind == "central"
+
+    def records(context: Context) -> ModuleRecords:
+        module, data = Logistic(), TRAIN[partition(context)]
+        if not epochs:
+            return LocalRecords(module, data, unit="client")
+        sgd = partial(torch.optim.SGD, lr=rate)
+        return LocalUpdates(module, data, sgd, epochs=epochs, unit="client")
+
     plan = NoisePlan(z, Constant(), FullBatch(), 1.0, MeanGradient(CLIP_NORM))
     budget = {"target_epsilon": 100.0, "target_delta": DELTA, "trusts_server": is_central}
     scores: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         client = client_app(
-            lambda context: LocalRecords(Logistic(), TRAIN[partition(context)], unit="client"),
+            records,
             lambda context, run, records, ledger: QueryClient(
                 records, plan, ledger, run=run, rounds=rounds, **budget
             ),
@@ -145,7 +156,7 @@ def with_lightning_dp(kind: str, rounds: int, z: float, rate: float) -> float:
         server = server_app(
             lambda context: Logistic(),
             lambda context, run, start: SynchronousServer(
-                *(run, plan, start, rounds, CLIENTS, CLIENTS, rate),
+                *(run, plan, start, rounds, CLIENTS, CLIENTS, 1.0 if epochs else rate),
                 noise="server" if is_central else "client",
             ),
             num_clients=CLIENTS,
@@ -190,8 +201,12 @@ def main() -> None:
             name = f"{kind}: Flower, local epochs {epochs}"
             settings = (kind, epochs, rounds, options.epsilon, z)
             row(name, lambda rate, s=settings: with_flower(*s, rate), seeds, epsilon)
-        here = f"{kind}: lightning-dp, one gradient"
-        row(here, lambda rate, k=kind: (with_lightning_dp(k, rounds, z, rate), nan), seeds, epsilon)
+        for epochs in (0, 5):
+            here = f"{kind}: lightning-dp, " + (
+                f"local epochs {epochs}" if epochs else "one gradient"
+            )
+            given = (kind, epochs, rounds, z)
+            row(here, lambda rate, g=given: (with_lightning_dp(*g, rate), nan), seeds, epsilon)
 
 
 if __name__ == "__main__":

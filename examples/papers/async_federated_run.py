@@ -81,7 +81,7 @@ def federate(
         c = rng.randrange(len(records))
         if (request := server.request(c)) is not None:
             server.receive(c, clients[c].answer(request))
-    spent = max(client.epsilon for client in clients) if privacy.is_private else math.inf
+    spent = max(client.epsilon for client in clients)
     return server.point, spent
 
 

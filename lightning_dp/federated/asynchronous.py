@@ -39,11 +39,11 @@ from lightning_dp.federated.ledger import ReleaseLedger, check_budget
 from lightning_dp.federated.protocol import (
     MAJORITY,
     REFUSED,
+    AbstractServer,
     Fact,
     Message,
     MessageError,
     Quorum,
-    QuorumServer,
     Records,
     norm_bound,
 )
@@ -214,8 +214,8 @@ class AsyncPlan(RoundPlan):
 
     Example:
         >>> plan = AsyncPlan(9, PolynomialSizes(a=100, first=1), InverseSteps(0.1, beta=0.001), lag=2)
-        >>> plan.gradients_before(3), plan.step_size(3)
-        (600, 0.0625)
+        >>> plan.step_size(3)
+        0.0625
     """
 
     rounds: int
@@ -246,7 +246,7 @@ class AsyncPlan(RoundPlan):
 
     def step_size(self, i: int) -> float:
         """η̄_i."""
-        return self.steps(self.gradients_before(i))
+        return self.steps(self._before[i])
 
     def coordinates(self, i: int, size: int) -> Tensor | None:
         """Return the coordinates that an update of round i has, of ``size``; None for all."""
@@ -306,8 +306,8 @@ class ClientPrivacy:
         ValueError: naming the argument that is out of its range.
 
     Example:
-        >>> ClientPrivacy(0.1, noise_multiplier=8.0, target_epsilon=1.0, target_delta=5.5e-8).is_private
-        True
+        >>> ClientPrivacy(0.1, noise_multiplier=8.0, target_epsilon=1.0).noise(3)
+        8.0
     """
 
     max_grad_norm: float
@@ -330,11 +330,6 @@ class ClientPrivacy:
         return (
             self.noise_multiplier(i) if callable(self.noise_multiplier) else self.noise_multiplier
         )
-
-    @property
-    def is_private(self) -> bool:
-        """True if any noise is meant to be added, enough of it or not."""
-        return callable(self.noise_multiplier) or self.noise_multiplier > 0
 
 
 class RoundClient(Client):
@@ -381,8 +376,7 @@ class AsyncClient(RoundClient):
     The sum is over a Poisson batch, which has each record with probability q_i = share · s_i / N.
     All gradients of a round are taken at one model, so U moves by at most C with one record. (In the
     paper's listing the model moves after each single gradient inside a round: one record would
-    change all later gradients, and C would bound nothing. There, too, the client moves a copy of
-    the model by its own updates until a new one comes; here every request brings v̂, which has them.)
+    change all later gradients, and C would bound nothing.)
 
     van Dijk et al. (2020), Algorithm 2.1, with Poisson batches and one model per round.
 
@@ -449,21 +443,17 @@ class AsyncClient(RoundClient):
 
 
 @dataclass
-class AsyncServer(QuorumServer):
+class AsyncServer(AbstractServer):
     """v̂ ← ``plan.move(v̂, i, U, c)`` for each update (i, c, U), as they come, each once.
 
     With an :class:`AsyncPlan` that is v̂ - η̄_i U; with a
     :class:`~lightning_dp.federated.cubic_newton.CubicNewtonPlan`, whose d is 1, synchronous DP-FCRN.
 
     - Round k is over when all clients' updates of round k are in v̂, or its ``quorum`` has them and
-      the others are left out: their updates of round k are zero, however late they come.
-    - Client c may do round i while i < k + d. So no client is more than d rounds ahead.
+      the others are left out: their updates of round k are zero. Client c may do round i < k + d.
     - A request brings the model as it was when round k - 1 ended; to a client that is further
       ahead, as it is now. So it has all of this client's updates.
-    - A client without budget leaves; the others go on, as long as they are a quorum.
-    - An update longer than ``plan.bound`` is refused.
-
-    The order of the updates changes v̂ by rounding only.
+    - A client without budget leaves. An update longer than ``plan.bound`` is refused.
 
     van Dijk et al. (2020), Algorithm 2.1 and the server in Supplemental Material A.
 
@@ -513,7 +503,6 @@ class AsyncServer(QuorumServer):
 
     @property
     def round(self) -> int:
-        """k; the rounds below are over."""
         return self._round
 
     @property
@@ -605,7 +594,6 @@ class AsyncServer(QuorumServer):
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
         self._applied = list(state["applied"])
-        done = (i for n in self._applied for i in range(n))  # where nobody could be left out
-        self._counts = Counter(state.get("counts", done))
+        self._counts = Counter(state["counts"])
         self._end_round()
         self._broadcast, self._encoded = state["broadcast"].clone(), b""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -31,7 +32,6 @@ from lightning_dp.federated.protocol import (
     Message,
     MessageError,
     Records,
-    check_records,
 )
 from lightning_dp.functional import is_finite
 from lightning_dp.gradients import UnsupportedModelError
@@ -53,7 +53,6 @@ _MODULE_CURE = (
     "Build the same module everywhere: load its frozen weights from one file, or seed its "
     "construction with torch.manual_seed."
 )
-_MODULE = ("trained", "frozen", "buffers")
 _SHOWN = 3
 _log = logging.getLogger("lightning_dp.federated")
 
@@ -81,11 +80,8 @@ class Client(ABC):
 
     For each request, in this order: it is checked; the first time, the model is tried on synthetic
     records; the round is charged to the ledger, on disk; the records are asked, and the answer is
-    noised; the reply is kept, on disk, and sent. So
-
-    - asked again, also as a new process on the same ledger, the client sends the same bytes, and no
-      second noise is drawn;
-    - a refused request, or a round that the budget does not allow, charges nothing.
+    noised; the reply is kept, on disk, and sent. So a refused request charges nothing, and one that is
+    made again, also of a new process on the same ledger, gets the same bytes and no second noise.
 
     A protocol adds ``kinds``, the requests that it has, and :meth:`events` and :meth:`read`. These
     hold no state: what a round needs comes with the request.
@@ -103,7 +99,7 @@ class Client(ABC):
 
     def _declare(self, rounds: int, budget: Budget, seed: int | None, retain: int) -> None:
         """Check what all clients have, and declare the whole plan and the budget."""
-        check_records(self.records)
+        instance("records", self.records, Records)  # type: ignore[type-abstract]
         instance("ledger", self.ledger, ReleaseLedger)
         self._seed = optional(check_seed)("seed", seed)
         self.spending = Spending(
@@ -348,24 +344,35 @@ def fingerprint(module: nn.Module) -> str:
     trained = [[name, kind(p)] for name, p in params if p.requires_grad]
     frozen = [[name, checksum(p)] for name, p in params if not p.requires_grad]
     buffers = [[name, checksum(buffer)] for name, buffer in module.named_buffers()]
-    return json.dumps(dict(zip(_MODULE, (trained, frozen, buffers), strict=True)))
+    return json.dumps([trained, frozen, buffers])
 
 
 def check_fingerprint(of_the_server: str, here: str) -> None:
     """Raise MessageError, naming parameters that differ, for a server with another module.
 
-    Buffers that differ are logged only: some are computed, and machines round.
+    What is trained must agree in kind and order; other names are no matter. Buffers that differ are
+    logged only: some are computed, and machines round.
     """
     try:
         theirs, ours = (
-            [{str(name): str(value) for name, value in found[part]} for part in _MODULE]
-            for found in (json.loads(of_the_server), json.loads(here))
+            [{str(name): str(value) for name, value in part} for part in json.loads(text)]
+            for text in (of_the_server, here)
         )
-    except (ValueError, TypeError, KeyError):
+        (trained_there, *kept_there), (trained, *kept) = theirs, ours
+        (frozen, buffers) = (
+            ", ".join([name for name in {**a, **b} if a.get(name) != b.get(name)][:_SHOWN])
+            for a, b in zip(kept, kept_there, strict=True)
+        )
+    except (ValueError, TypeError):
         raise MessageError("The server's description of its module cannot be read.") from None
-    if other := _other_order(theirs[0], ours[0]):
-        raise MessageError(f"The trained parameters are not the server's: {other}. {_MODULE_CURE}")
-    frozen, buffers = (_differing(theirs[part], ours[part]) for part in (1, 2))
+    is_permuted, nothing = trained.keys() == trained_there.keys(), ("nothing", "none")
+    pairs = itertools.zip_longest(trained.items(), trained_there.items(), fillvalue=nothing)
+    for (name, kind), (there, kind_there) in pairs:
+        if kind != kind_there or (is_permuted and name != there):
+            raise MessageError(
+                f"The trained parameters are not the server's: {name} ({kind}), where the server has "
+                f"{there} ({kind_there}). {_MODULE_CURE}"
+            )
     if frozen:
         raise MessageError(
             f"The frozen parameters {frozen} are not those of the server's module, so what it trains "
@@ -375,19 +382,3 @@ def check_fingerprint(of_the_server: str, here: str) -> None:
         _log.warning(
             "The buffers %s are not those of the server's module. %s", buffers, _MODULE_CURE
         )
-
-
-def _other_order(theirs: dict[str, str], ours: dict[str, str]) -> str:
-    """Return where the trained tensors differ in kind or order; other names are no matter."""
-    if len(theirs) != len(ours):
-        return f"{len(ours)} tensors, and {len(theirs)} at the server"
-    is_permuted = theirs.keys() == ours.keys()
-    for (name, kind), (there, kind_there) in zip(ours.items(), theirs.items(), strict=True):
-        if kind != kind_there or (is_permuted and name != there):
-            return f"{name} ({kind}), where the server has {there} ({kind_there})"
-    return ""
-
-
-def _differing(theirs: dict[str, str], ours: dict[str, str]) -> str:
-    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

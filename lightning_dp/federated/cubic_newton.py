@@ -57,8 +57,7 @@ class CubicNewtonPlan(RoundPlan):
     :class:`~lightning_dp.federated.AsyncServer`, makes x_(t+1) = x_t + (α/n) Σ_i S_i(u_i).
 
     - A client trusts nobody: noise is added before anything leaves it, to sums over its records in
-      which one record has norm at most Δ_s = √(k/d) (C_g + C_H ‖v_s‖). Whatever server and other
-      clients do, a record pays for the rounds of one client only, its own.
+      which one record has norm at most Δ_s = √(k/d) (C_g + C_H ‖v_s‖).
     - The k entries of a round are those that ``newton`` solves for, and each client has its own
       set. With ``whole_steps`` it solves for all d entries, Δ_s = C_g + C_H ‖v_s‖, and sends k of
       them: E S_i(u_i) is then the whole step, at the price of d/k times the noise.
@@ -188,9 +187,8 @@ class CubicNewtonPlan(RoundPlan):
 class CubicNewtonClient(RoundClient):
     """Client i of a :class:`~lightning_dp.federated.cubic_newton.CubicNewtonPlan`.
 
-    Noise, sampling and budget are this client's choice; the server learns none of them from
-    a message except that a budget is used up. Where the inner steps diverge (by noised values only),
-    it sends zeros, and logs it.
+    Noise, sampling and budget are this client's choice. Where the inner steps diverge (by noised values
+    only), it sends zeros, and logs it.
 
     Args:
         records: this client's data.

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
 
@@ -31,7 +31,6 @@ from lightning_dp.federated.protocol import (
     Fact,
     MessageError,
     Records,
-    check_records,
 )
 from lightning_dp.functional import flat_dtype, flatten, unflatten
 
@@ -72,10 +71,6 @@ def client_app(
 ) -> ClientApp:
     """Return Flower's ClientApp that answers the requests of a protocol.
 
-    The same app runs in a simulation, where processes serve several clients in turn, and under a
-    SuperNode, which starts a process for every message. What must outlast a process is in the
-    client's ledger, on disk before a reply leaves; Flower's ``context.state`` is not used.
-
     - Requests to one client are answered one after another, by a lock next to its ledger, also
       when an expired message is still being worked on.
     - An exception never leaves the client, since its message may tell of records: the server reads
@@ -85,16 +80,14 @@ def client_app(
     Assign the result at module level: Flower looks for it there.
 
     Args:
-        build: this client's records and model
-            (:class:`~lightning_dp.federated.local.LocalRecords`), from Flower's context: which
-            client it is says ``context.node_config["partition-id"]``. Called once in a process for
-            each client.
+        build: this client's records (:class:`~lightning_dp.federated.local.LocalRecords`), from
+            Flower's context: which client it is says ``context.node_config["partition-id"]``.
+            Called once in a process for each client.
         protocol: the client's state machine, from Flower's context, the name of the run, these
             records and their ledger. Called for every request: a process may be a new one each time.
-        ledger_dir: folder on this client's disk that holds its ledger, whose data set is called
-            ``client-`` and the ``partition-id``. All runs over the data must use it, no other data
-            may, and its loss is the loss of what was spent. An absolute path, since every process
-            of the client must find the same folder.
+        ledger_dir: absolute path of a folder on this client's disk, with the ledger of the data set
+            ``client-`` and ``partition-id``. All runs over the data must use it, no other data may, and
+            its loss is the loss of what was spent.
         runs: the names of the federations that are answered (``name`` of
             :func:`~lightning_dp.federated.flower.server_app`); None for any. Others are refused
             before anything is built.
@@ -115,27 +108,14 @@ def client_app(
     """
     if not callable(ledger_dir):
         ledger_dir = fixed_folder("ledger_dir", ledger_dir)
-    app, clients = ClientApp(), _Clients(build, protocol, ledger_dir, runs)
-    app.train()(clients.answer)
-    app.query()(clients.answer)
-    return app
+    app, known = ClientApp(), dict[int, Records]()  # of the clients that this process answers for
 
-
-@dataclass
-class _Clients:
-    """The clients that this process answers for."""
-
-    build: Callable[[Context], Records]
-    protocol: Callable[[Context, str, Records, ReleaseLedger], Client]
-    ledger_dir: str | Path | Callable[[Context], str | Path]
-    runs: Collection[str] | None
-    _records: dict[int, Records] = field(default_factory=dict)
-
-    def answer(self, message: Message, context: Context) -> Message:
-        """Reply to a request of the protocol."""
+    @app.train()
+    @app.query()
+    def answer(message: Message, context: Context) -> Message:
         cause = _NO_CAUSE
         try:
-            return Message(self._work(message, context), reply_to=message)
+            return Message(work(message, context), reply_to=message)
         except MessageError as error:  # made of what the server sent, and of the plan
             _log.warning("%s refuses what the server asks: %s", _name(context), text_of(error))
             cause = f"{_REFUSES}{text_of(error)}"
@@ -143,25 +123,23 @@ class _Clients:
             _log.exception("%s could not answer.", _name(context))
         return Message(Error(_RAISED, cause), reply_to=message)
 
-    def _work(self, message: Message, context: Context) -> RecordDict:
+    def work(message: Message, context: Context) -> RecordDict:
         """Return the reply to a request; to a query, the client's number and facts alone."""
         number, num_clients = (_config(context, key) for key in ("partition-id", "num-partitions"))
         asked = facts_of(message)
-        if self.runs is not None and asked["run"] not in self.runs:
+        if runs is not None and asked["run"] not in runs:
             raise MessageError("this run is not in the list of those that it answers.")
-        given = self.ledger_dir(context) if callable(self.ledger_dir) else self.ledger_dir
+        given = ledger_dir(context) if callable(ledger_dir) else ledger_dir
         folder = fixed_folder("ledger_dir", given)
         folder.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(folder / f"client-{number}.lock"):
-            if number not in self._records:
-                built = self.build(context)
-                check_records(built)
-                self._records[number] = built
-            records = self._records[number]
-            ledger = ReleaseLedger(folder, f"client-{number}")
+            if number not in known:
+                built = instance("build(...)", build(context), Records)  # type: ignore[type-abstract]
+                known[number] = built
+            records, ledger = known[number], ReleaseLedger(folder, f"client-{number}")
             if asked.get("module") and hasattr(records, "fingerprint"):
                 check_fingerprint(str(asked["module"]), records.fingerprint)
-            made = self.protocol(context, str(asked["run"]), records, ledger)
+            made = protocol(context, str(asked["run"]), records, ledger)
             client = instance("protocol(...)", made, Client)  # type: ignore[type-abstract]
             is_query = message.metadata.message_type.startswith("query")
             payload = b"" if is_query else client.answer(payload_of(message))
@@ -169,6 +147,8 @@ class _Clients:
             if records.unit == "record":  # of a whole client, also this number is private
                 facts["num_records"] = records.num_records
             return pack(payload, facts)
+
+    return app
 
 
 def _name(context: Context) -> str:
@@ -243,11 +223,9 @@ def server_app(
       for too long ends with the latest model, and goes on if it is started again.
     - The server's state is saved to ``server.pt`` before a request leaves that rests on it, or its
       model is evaluated: if the run dies, a new one with the same ``folder`` goes on from there.
-    - TensorBoard files and ``rounds.csv`` (who was there, and claimed which ε) are in ``folder``, and at
-      the end ``model.pt``, the module's ``state_dict``, and also of a run that fails ``federation.json``
-      and the page ``federation.md`` with a picture. ``epsilon`` of a client is what it claims, and
-      ``epsilon_of_plan`` what the rounds cost by the plan, where that is known. A claim that falls is
-      logged: that client's ledger was lost, or is another one.
+    - In ``folder`` are the files of the :class:`~lightning_dp.federated.logbook.Logbook`, and at the end
+      ``model.pt``, the module's ``state_dict``. ``epsilon`` of a client is what it claims, and
+      ``epsilon_of_plan`` what the rounds cost by the plan, if it is known. A claim that falls is logged.
 
     Assign the result at module level: Flower looks for it there.
 
@@ -302,7 +280,7 @@ def server_app(
         run = saved["run"] if saved else name or secrets.token_hex(8)
         machine = protocol(context, run, flatten(params).to(flat_dtype(params)))
         instance("protocol(...)", machine, AbstractServer)  # type: ignore[type-abstract]
-        if (own := getattr(machine, "num_clients", count)) != count:
+        if (own := machine.num_clients) != count:
             raise RefusedSetting(
                 f"num_clients={count} of server_app() is not num_clients={own} of the server that "
                 "protocol makes. Give both the number of clients.",
@@ -340,10 +318,9 @@ class _Flight(NamedTuple):
 class Exchange:
     """Finds the clients' nodes, sends, and collects what comes back, in any order.
 
-    - Never two messages are in flight to one node.
+    - Never two messages are in flight to one node; a reply that nobody waits for is dropped.
     - A lost, expired, failed or unreadable message is noted. The next message to that node waits,
       longer and longer, until a reply is applied.
-    - A reply that nobody waits for (a duplicate, or one that comes after its time) is dropped.
     - A client's number belongs to the first node that names it, until Flower no longer lists that
       node. Another one that names it is asked again later: a node that was killed and started
       again has a new id, and takes its place when the old one is gone.
@@ -365,7 +342,8 @@ class Exchange:
         self._ttl, self.poll_interval = ttl, poll_interval
         self._problems: list[Problem] = []
         self._flights: dict[str, _Flight] = {}
-        self._nodes: dict[int, int] = {}  # of each client
+        self.nodes: dict[int, int] = {}
+        """Of each client that has come."""
         self._is_freed = False  # whether a number is, since the last look
         self._next_look = 0.0
         self._failures: dict[int, int] = {}  # of each node, since it was last of use
@@ -377,7 +355,7 @@ class Exchange:
         busy, now = self._busy, time.monotonic()
         return [
             client
-            for client, node in sorted(self._nodes.items())
+            for client, node in sorted(self.nodes.items())
             if node not in busy and self._not_before.get(node, 0.0) <= now
         ]
 
@@ -387,17 +365,12 @@ class Exchange:
         return found
 
     @property
-    def missing(self) -> list[int]:
-        """The clients without a node."""
-        return [client for client in range(self._num_clients) if client not in self._nodes]
-
-    @property
     def _busy(self) -> set[int]:
         return {flight.node for flight in self._flights.values()}
 
     def send(self, client: int, payload: bytes) -> None:
         """Send to a client that is idle."""
-        self._push("train", self._nodes[client], client, payload)
+        self._push("train", self.nodes[client], client, payload)
 
     def collect(self) -> list[Reply]:
         """Look for new nodes and for replies."""
@@ -473,12 +446,12 @@ class Exchange:
             return
         self._next_look = now + self.poll_interval
         listed = set(self._grid.get_node_ids())
-        present = {client: node for client, node in self._nodes.items() if node in listed}
+        present = {client: node for client, node in self.nodes.items() if node in listed}
         strangers = listed - set(present.values())
-        if self._is_freed or len(present) < len(self._nodes):
+        if self._is_freed or len(present) < len(self.nodes):
             for node in strangers:  # one of them may have waited for the number
                 self._not_before.pop(node, None)
-        self._nodes, self._is_freed = present, False
+        self.nodes, self._is_freed = present, False
         for node in strangers - self._busy:
             if self._not_before.get(node, 0.0) <= now:
                 self._push("query", node, None, b"")
@@ -493,12 +466,12 @@ class Exchange:
                 f"it names itself {named}, but this run has num_clients={self._num_clients}. Give "
                 f"every SuperNode --node-config 'partition-id=I num-partitions={self._num_clients}'"
             )
-        if self._nodes.get(client, node) != node:
+        if self.nodes.get(client, node) != node:
             raise MessageError(
                 f"it names itself client {client}, which another node is until it leaves. Give "
                 "every SuperNode its own partition-id"
             )
-        self._nodes[client] = node
+        self.nodes[client] = node
         self._failures.pop(node, None)
         self._not_before.pop(node, None)
         return client
@@ -512,8 +485,8 @@ class Exchange:
 
     def _free(self, flight: _Flight) -> None:
         """Take a client's number from its node."""
-        if flight.client is not None and self._nodes.get(flight.client) == flight.node:
-            del self._nodes[flight.client]
+        if flight.client is not None and self.nodes.get(flight.client) == flight.node:
+            del self.nodes[flight.client]
             self._is_freed = True
 
     # -- messages ----------------------------------------------------------------------------
@@ -628,12 +601,13 @@ class _ServerRun:
                     self._publish()
                 heard_at, pause = now, _SHORTEST_PAUSE
             elif is_lost:
+                missing = sorted({*range(machine.num_clients)} - self.exchange.nodes.keys())
                 _log.warning(
                     "The run ends: no reply could be used for %s s, and round %d lacks its quorum. "
                     "Clients without a SuperNode: %s. Latest problems: %s. Start the missing SuperNodes, "
                     "and look into the logs of the clients that fail; a new run with the same folder "
                     "goes on where this one stopped.",
-                    *(quorum.patience, machine.round, self.exchange.missing, self.logbook.problems),
+                    *(quorum.patience, machine.round, missing, self.logbook.problems),
                 )
                 self._save_state()
                 return

@@ -175,9 +175,8 @@ class ReleaseLedger:
     - a round that had not left is made again under its charge, on the same batch.
 
     The plan of a run is declared in advance (:class:`Spending`); how many of its rounds fit into
-    the budget, next to what other runs have spent, is found before its first one. A further round is
-    refused, and charges nothing. Runs that take turns share what is left, by rules that hold for any
-    order of theirs.
+    the budget is found before its first one. A further round is refused, and charges nothing. Runs
+    that take turns share what is left, by rules that hold for any order of theirs.
 
     The journal and the runs' files must be of one moment. One that was lost, or replaced by an old
     copy, is noticed, and nothing goes on; if all are old copies of one moment, nothing can show it.
@@ -355,13 +354,14 @@ class _OpenRun:
             )
         limit, name = spending.affordable_rounds(runs.history()), spending.fingerprint
         others = self._charges_of_others()
-        progress = self._named(Progress(spending.run, name, limit, others, charged=0))
+        progress = Progress(
+            *(spending.run, name, limit, others),
+            dataset=self._dataset,
+            charged=0,
+            unit=spending.unit,
+        )
         self.write(progress, {})
         return progress
-
-    def _named(self, progress: Progress) -> Progress:
-        """Write down what earlier versions did not."""
-        return replace(progress, dataset=self._dataset, unit=self._spending.unit)
 
     def _check(self, progress: Progress, latest: int) -> None:
         """Check the file: the journal may be ahead by the charge of the round begun, no more."""
@@ -425,9 +425,8 @@ class _OpenRun:
         self._check_fits(round_)
         if round_ > now.begun:
             seed, charged = secrets.token_hex(16), self._charges()
-            now = replace(
-                self._named(now), begun=round_, parts=0, seed=seed, charged=charged, only=""
-            )
+            now = replace(now, begun=round_, parts=0, seed=seed, charged=charged, only="")
+            now = replace(now, dataset=self._dataset, unit=self._spending.unit)
             self.write(now, self.kept)
         # The seed is on disk, and now the charge: a process that dies between makes the same batch,
         # and finds in the journal whatever of the round's events was written already.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -55,7 +56,128 @@ _NOT_CHARGED = (
 )
 
 
-class LocalRecords:
+class ModuleRecords(ABC):
+    """The records of a client, and the module that they go through; left as they were."""
+
+    def __init__(
+        self,
+        module: LightningModule,
+        records: Dataset[Any] | DataLoader[Any],
+        unit: Unit,
+        chunk_size: int | None,
+        device: str | torch.device,
+        try_first: bool,
+    ) -> None:
+        if unit not in get_args(Unit):
+            raise ValueError(f"unit={unit!r} must be one of {get_args(Unit)}.")
+        chunk_size = optional(whole)("chunk_size", chunk_size)
+        if not isinstance(records, DataLoader):
+            records = DataLoader(records, batch_size=chunk_size or _CHUNK_SIZE)
+        self._loader = check_loader(records)
+        self._chunk_size = chunk_size or self._loader.batch_size or _CHUNK_SIZE
+        _check_module(module)
+        self.unit: Unit = unit
+        self._module = module.to(device)
+        self._device = torch.device(device)
+        self._try_first = try_first
+        self.params = tuple(param for param in module.parameters() if param.requires_grad)
+
+    @property
+    def num_records(self) -> int:
+        """N of this client."""
+        return len(self._loader.dataset)  # type: ignore[arg-type]
+
+    @property
+    def point(self) -> Tensor:
+        """A copy of the module's trained parameters as a flat vector, of float32 at least."""
+        return flatten(self.params).to(flat_dtype(self.params))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The description of the module that the server must have, besides the trained numbers."""
+        return fingerprint(self._module)
+
+    def check_point(self, point: Tensor) -> None:
+        """Raise ValueError for a vector that cannot be the trained parameters: dtype, size, range."""
+        dtype, size = flat_dtype(self.params), number_of_entries(self.params)
+        if point.dtype != dtype or point.shape != (size,):
+            raise RefusedSetting(
+                f"{tuple(point.shape)} of {point.dtype} was sent, and this client's model has "
+                f"{size} trained numbers of {dtype}. Build the same module everywhere.",
+                topic="federated-messages",
+            )
+        parts = unflatten(point, self.params)
+        if not all(is_finite(part) for part in parts):
+            raise RefusedSetting(
+                "some numbers are not finite in this client's module.", topic="federated-messages"
+            )
+
+    def try_once(self) -> None:
+        """Run a copy of the module on synthetic records: an error of the user's costs nothing yet.
+
+        Of the records themselves, only the shapes and dtypes of the first ones are used.
+
+        Raises:
+            MisconfigurationException: if there is no loss, or it couples records.
+            UnsupportedModelError: if the rows that the model sees are not records.
+            Exception: whatever ``training_step`` and the data set raise.
+        """
+        if not self._try_first:
+            return
+        copied = copy.copy(self)
+        copied._module = copy.deepcopy(self._module)
+        copied.params = tuple(p for p in copied._module.parameters() if p.requires_grad)
+        dry = DryRun(self._loader.dataset[0])
+        with RandomState(self._device).again(), torch.enable_grad():
+            try:
+                samples = dry.samples(_SYNTHETIC, are_longer=False)[: self._chunk_size]
+            except ValueError:
+                return  # such samples have no synthetic ones
+            try:
+                is_answered = copied._answers(samples, dry)
+            except Exception as error:
+                if hasattr(error, "add_note"):  # Python 3.11
+                    error.add_note(_NOT_CHARGED)
+                raise
+            if not is_answered:
+                raise MisconfigurationError(
+                    "training_step gives no loss that depends on the trained parameters. "
+                    f"{_NOT_CHARGED}",
+                    topic="no-loss",
+                )
+
+    @abstractmethod
+    def _answers(self, samples: list[Any], dry: DryRun) -> bool:
+        """Answer about synthetic samples; return False if they give no gradient."""
+
+    def _chunks(self, records: list[int]) -> Iterator[tuple[Any, int]]:
+        """Yield batches on the device as the user's code makes them, and their sizes."""
+        starts = range(0, len(records), self._chunk_size)
+        chunks = [records[start : start + self._chunk_size] for start in starts]
+        loader: DataLoader[Any] = DataLoader(
+            self._loader.dataset, batch_sampler=chunks, collate_fn=self._loader.collate_fn
+        )
+        for chunk, batch in zip(chunks, loader, strict=True):
+            if batch is None:
+                raise TypeError(
+                    "The collate_fn returned None. Records cannot be left out on the way: return a "
+                    "batch for every list of records."
+                )
+            yield self._on_device(batch), len(chunk)
+
+    def _on_device(self, batch: Any) -> Any:
+        """Return a batch behind the user's hooks of transfer."""
+        module = self._module
+        batch = module.on_before_batch_transfer(batch, 0)
+        batch = module.transfer_batch_to_device(batch, self._device, 0)
+        return module.on_after_batch_transfer(batch, 0)
+
+    def _clipped_whole(self, total: Tensor, clip_norm: float) -> BoundedSum:
+        """Return a vector of the whole client, the only "record" of a sum with this bound."""
+        return bounded_sum(MaterialisedGradients([total], [total.unsqueeze(0)], 1.0), clip_norm)
+
+
+class LocalRecords(ModuleRecords):
     r"""One client's records, and the model that it is asked about.
 
     Answers a :class:`~lightning_dp.boundary.Query` with
@@ -64,8 +186,7 @@ class LocalRecords:
     The module and the data set are those of an ordinary Lightning training, and are left as they
     were.
 
-    - Records go through the module in chunks, so memory is that of one chunk, however many are
-      asked about.
+    - Records go through the module in chunks, and memory is that of one chunk.
     - Nothing that ``training_step`` logs, counts in torchmetrics or keeps in buffers is kept.
     - A record whose gradient is not finite contributes zero.
 
@@ -86,10 +207,9 @@ class LocalRecords:
         chunk_size: records at a time; default the loader's batch size, else 64. Under
             engine="one_by_one" it is 1.
         device: where the module runs.
-        try_first: before the first charge, run a copy of the module on synthetic records of the
-            shapes of yours, so that a mistake in ``training_step`` costs nothing, and refuse one that
-            couples records (``docs/isolation.md``; nothing is compared on real records). False for
-            a module that such records break.
+        try_first: before the first charge, run a copy of the module on synthetic records: a mistake in
+            ``training_step`` costs nothing, and one that couples records is refused
+            (``docs/isolation.md``). False for a module that such records break.
         loss_graph_check: refuse a loss whose autograd graph mixes records by more than sums with
             constant coefficients; of a whole client, they may be mixed.
 
@@ -126,101 +246,24 @@ class LocalRecords:
         try_first: bool = True,
         loss_graph_check: bool = True,
     ) -> None:
-        if unit not in get_args(Unit):
-            raise ValueError(f"unit={unit!r} must be one of {get_args(Unit)}.")
-        chunk_size = optional(whole)("chunk_size", chunk_size)
-        if not isinstance(records, DataLoader):
-            records = DataLoader(records, batch_size=chunk_size or _CHUNK_SIZE)
-        self._loader = check_loader(records)
-        self._chunk_size = chunk_size or self._loader.batch_size or _CHUNK_SIZE
-        if engine == "one_by_one":
+        super().__init__(module, records, unit, chunk_size, device, try_first)
+        self._engine_name, self._one_record = engine, engine == "one_by_one"
+        if self._one_record:
             self._chunk_size = 1
-        _check_module(module)
-        self.unit: Unit = unit
-        self._module = module.to(device)
-        self._device = torch.device(device)
-        self._engine_name, self._try_first = engine, try_first
         self._checks_graph = loss_graph_check and unit == "record"
-        self._one_record = engine == "one_by_one"
-        self.params = tuple(param for param in module.parameters() if param.requires_grad)
         with self._passes() as passes:
             self.engine = passes.description
             self.has_products = passes.engine.has_products
             """True if queries with Hessian-vector products can be answered."""
 
-    @property
-    def num_records(self) -> int:
-        """N of this client."""
-        return len(self._loader.dataset)  # type: ignore[arg-type]
-
-    @property
-    def point(self) -> Tensor:
-        """A copy of the module's trained parameters as a flat vector, of float32 at least."""
-        return flatten(self.params).to(flat_dtype(self.params))
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """The description of the module that the server must have, besides the trained numbers."""
-        return fingerprint(self._module)
-
-    def check_point(self, point: Tensor) -> None:
-        """Raise ValueError for a vector that cannot be the trained parameters.
-
-        Raises:
-            ValueError: for another dtype or size, or numbers that overflow in a parameter's dtype.
-        """
-        dtype, size = flat_dtype(self.params), number_of_entries(self.params)
-        if point.dtype != dtype or point.shape != (size,):
-            raise RefusedSetting(
-                f"{tuple(point.shape)} of {point.dtype} was sent, and this client's model has "
-                f"{size} trained numbers of {dtype}. Build the same module everywhere.",
-                topic="federated-messages",
-            )
-        parts = unflatten(point, self.params)
-        if not all(is_finite(part) for part in parts):
-            raise RefusedSetting(
-                "some numbers are not finite in this client's module.", topic="federated-messages"
-            )
-
-    def try_once(self) -> None:
-        """Run a copy of the module on synthetic records: an error of the user's costs nothing yet.
-
-        Of the records themselves, only the shapes and dtypes of the first ones are used.
-
-        Raises:
-            MisconfigurationException: if there is no loss, or it couples records.
-            UnsupportedModelError: if the rows that the model sees are not records.
-            Exception: whatever ``training_step`` and the data set raise.
-        """
-        if not self._try_first:
-            return
-        copied = copy.copy(self)
-        copied._module = copy.deepcopy(self._module)
-        copied.params = tuple(p for p in copied._module.parameters() if p.requires_grad)
+    def _answers(self, samples: list[Any], dry: DryRun) -> bool:
         query = Query((Term(),), clip_norm=1.0, noise_multiplier=1.0)
-        dry = DryRun(self._loader.dataset[0])
-        with RandomState(self._device).again(), torch.enable_grad():
-            try:
-                samples = dry.samples(_SYNTHETIC, are_longer=False)
-            except ValueError:
-                return  # such samples have no synthetic ones
-            samples = samples[:1] if self._one_record else samples
-            with copied._passes() as passes, copied._muted():
-                batch = copied._on_device(self._loader.collate_fn(samples))
-                try:
-                    found = copied._answer(passes, query, batch, len(samples), 0)
-                except Exception as error:
-                    if hasattr(error, "add_note"):  # Python 3.11
-                        error.add_note(_NOT_CHARGED)
-                    raise
-            if found is None:
-                raise MisconfigurationError(
-                    "training_step gives no loss that depends on the trained parameters. "
-                    f"{_NOT_CHARGED}",
-                    topic="no-loss",
-                )
-            if self.unit == "record":
-                copied._refuse_coupled(dry)
+        with self._passes() as passes, self._muted():
+            batch = self._on_device(self._loader.collate_fn(samples))
+            found = self._answer(passes, query, batch, len(samples), 0)
+        if found is not None and self.unit == "record":
+            self._refuse_coupled(dry)
+        return found is not None
 
     def _refuse_coupled(self, dry: DryRun) -> None:
         """Compare runs of synthetic records, as a fit does before its first charge."""
@@ -279,31 +322,7 @@ class LocalRecords:
                     raise VoidedRunError(UNANSWERED.format(type(self._module).__name__))
         if self.unit == "record":
             return total
-        # The client's sum is the only "record" of a second sum, whose bound is the query's.
-        whole = MaterialisedGradients([total.value], [total.value.unsqueeze(0)], 1.0)
-        return bounded_sum(whole, query.clip_norm)
-
-    def _chunks(self, records: list[int]) -> Iterator[tuple[Any, int]]:
-        """Yield batches on the device as the user's code makes them, and their sizes."""
-        starts = range(0, len(records), self._chunk_size)
-        chunks = [records[start : start + self._chunk_size] for start in starts]
-        loader: DataLoader[Any] = DataLoader(
-            self._loader.dataset, batch_sampler=chunks, collate_fn=self._loader.collate_fn
-        )
-        for chunk, batch in zip(chunks, loader, strict=True):
-            if batch is None:
-                raise TypeError(
-                    "The collate_fn returned None. Records cannot be left out on the way: return a "
-                    "batch for every list of records."
-                )
-            yield self._on_device(batch), len(chunk)
-
-    def _on_device(self, batch: Any) -> Any:
-        """Return a batch behind the user's hooks of transfer."""
-        module = self._module
-        batch = module.on_before_batch_transfer(batch, 0)
-        batch = module.transfer_batch_to_device(batch, self._device, 0)
-        return module.on_after_batch_transfer(batch, 0)
+        return self._clipped_whole(total.value, query.clip_norm)
 
     def _answer(
         self,

@@ -147,6 +147,7 @@ class Logbook:
             "run": self._run,
             "rounds": machine.round,
             "ended": reason,
+            "seeded": getattr(machine, "seed", None) is not None,
             "metrics": _json(self._metrics),
             **self._counts,
             "clients": clients,
@@ -197,7 +198,7 @@ def federation_page(summary: Mapping[str, Any], attendance: Iterable[Presence]) 
             answered[presence.client] += 1
         else:
             absent.setdefault(presence.client, []).append(presence.round)
-    numbers = [f"{count} {name}" for name, count in summary.items() if isinstance(count, int)]
+    numbers = [f"{count} {name}" for name, count in summary.items() if type(count) is int]
     numbers += [f"{name} {value}" for name, value in summary["metrics"].items()]
     lines = [
         f"# Federation `{summary['run']}`\n",
@@ -223,6 +224,8 @@ def federation_page(summary: Mapping[str, Any], attendance: Iterable[Presence]) 
             )
         if facts.get("trusts_server") is True:
             remarks.append(f"- Client {name} gave the server sums without noise, which it noised.")
+    if summary.get("seeded") is True:
+        remarks.append("- The server draws repeatable noise: a test, which protects nobody.")
     annex = _ANNEX.format(units=" or ".join(sorted(units)) or "its data")
     return "\n".join([*lines, annex + "\n".join(remarks)]).rstrip() + "\n"
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -32,9 +32,7 @@ __all__ = [
     "Message",
     "MessageError",
     "Quorum",
-    "QuorumServer",
     "Records",
-    "check_records",
     "norm_bound",
 ]
 
@@ -47,6 +45,7 @@ _LARGEST_NUMBER = 2**63
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
 
 
+@runtime_checkable
 class Records(Protocol):
     """The data set of one client.
 
@@ -116,8 +115,6 @@ MAJORITY = Quorum()
 @dataclass
 class Attendance:
     """Signs of life of the clients, by which an engine finds when waiting for them is over.
-
-    Times are seconds of any clock. What was heard is about messages, never about their values.
 
     Args:
         quorum: the limits.
@@ -215,19 +212,33 @@ class AbstractServer(ABC):
 
     - At most one message is in flight to a client. A reply that does not come is no loss: the same
       request is made again, and the client answers with the same bytes.
-    - A reply that comes twice, or too late, is not applied again.
     - :meth:`state_dict` may be taken between any two calls, and holds released values only. If
       the server may die, it must be saved before a request leaves that was made from a new state
       (:attr:`round` has changed), so that the server is never behind a client; and before anybody
       sees its :attr:`point`, so that one that noises draws no second noise for it.
+
+    A subclass gives ``run``, the first model ``start``, ``num_clients`` and a ``quorum``, and calls
+    :meth:`_begin`; clients without budget leave.
     """
 
+    run: str
+    start: Tensor
+    num_clients: int
     quorum: Quorum = MAJORITY
+    _settings: ClassVar[tuple[str, ...]] = ()  # further ones that a resumed run must have
+
+    def _begin(self) -> None:
+        """Check the first model and the quorum, and begin with them."""
+        start = instance("start", self.start, Tensor)
+        if start.dim() != 1 or not is_finite(start):
+            raise ValueError("start must be a vector of finite numbers.")
+        self._least = instance("quorum", self.quorum, Quorum).least(self.num_clients)
+        self._point, self._left = start.detach().clone(), set[int]()
 
     @property
-    @abstractmethod
     def point(self) -> Tensor:
         """A copy of the global model, its trained parameters as one flat vector."""
+        return self._point.clone()
 
     @property
     @abstractmethod
@@ -244,18 +255,24 @@ class AbstractServer(ABC):
         return (self.round,)
 
     @property
+    @abstractmethod
     def awaited(self) -> set[int]:
         """The clients without whose replies the present stage does not end."""
-        return set()
 
     @property
     def refused(self) -> set[int]:
         """The clients that have no budget left, and are asked no more."""
-        return set()
+        return set(self._left)
 
+    def _end_of_budgets(self) -> str:
+        """Return the reason to end where too few clients have budget; empty if there are enough."""
+        staying = self.num_clients - len(self._left)
+        few = f"{staying} of the clients have budget left, and a round needs {self._least}"
+        return few if staying < self._least else ""
+
+    @abstractmethod
     def leave_out(self) -> set[int]:
         """End the stage without those who are awaited, if it has its quorum; return who they were."""
-        return set()
 
     @property
     def is_done(self) -> bool:
@@ -291,45 +308,6 @@ class AbstractServer(ABC):
         """Return what the plan's rounds so far cost a record of a client with so many; None: unknown."""
         return None
 
-    @abstractmethod
-    def state_dict(self) -> State:
-        """Return tensors, numbers, strings, lists and dicts, to be read with ``weights_only=True``."""
-
-    @abstractmethod
-    def load_state_dict(self, state: State) -> None:
-        """Go on from there. Raises ValueError if the configuration was another."""
-
-
-class QuorumServer(AbstractServer):
-    """A server with a model, a quorum of its clients, and clients that leave without budget."""
-
-    run: str
-    start: Tensor
-    num_clients: int
-    _settings: ClassVar[tuple[str, ...]] = ()  # further ones that a resumed run must have
-
-    def _begin(self) -> None:
-        """Check the first model and the quorum, and begin with them."""
-        start = instance("start", self.start, Tensor)
-        if start.dim() != 1 or not is_finite(start):
-            raise ValueError("start must be a vector of finite numbers.")
-        self._least = instance("quorum", self.quorum, Quorum).least(self.num_clients)
-        self._point, self._left = start.detach().clone(), set[int]()
-
-    @property
-    def point(self) -> Tensor:
-        return self._point.clone()
-
-    @property
-    def refused(self) -> set[int]:
-        return set(self._left)
-
-    def _end_of_budgets(self) -> str:
-        """Return the reason to end where too few clients have budget; empty if there are enough."""
-        staying = self.num_clients - len(self._left)
-        few = f"{staying} of the clients have budget left, and a round needs {self._least}"
-        return few if staying < self._least else ""
-
     def _read(
         self, client: int, reply: bytes, numbers: tuple[str, ...], vectors: Mapping[str, str]
     ) -> Message:
@@ -360,6 +338,7 @@ class QuorumServer(AbstractServer):
         return message
 
     def state_dict(self) -> State:
+        """Return tensors, numbers, strings, lists and dicts, to be read with ``weights_only=True``."""
         return {
             "configuration": config_dict(self._configuration),
             "point": self._point.clone(),
@@ -367,23 +346,14 @@ class QuorumServer(AbstractServer):
         }
 
     def load_state_dict(self, state: State) -> None:
-        earlier = {"quorum": MAJORITY}  # versions before it had a quorum wrote none
-        check_same(state["configuration"], self._configuration, earlier.get)
-        self._point, self._left = state["point"].clone(), set(state.get("left", ()))
+        """Go on from there. Raises ValueError if the configuration was another."""
+        check_same(state["configuration"], self._configuration)
+        self._point, self._left = state["point"].clone(), set(state["left"])
 
     @property
     def _configuration(self) -> dict[str, object]:
         names = ("run", "plan", "num_clients", "quorum", *self._settings)
         return {**{name: getattr(self, name) for name in names}, "size": len(self.start)}
-
-
-def check_records(records: object) -> None:
-    """Raise TypeError unless these are the records of a client."""
-    if not hasattr(records, "num_records"):
-        raise TypeError(
-            f"records={reprlib.repr(records)} must be records of a client, such as "
-            "LocalRecords(module, data_set)."
-        )
 
 
 # -- messages ----------------------------------------------------------------------------------
@@ -400,8 +370,7 @@ class MessageError(Refusal, ValueError):
 class Message:
     """A kind, some facts and some vectors.
 
-    The bytes are those of safetensors: reading them runs no code of the sender's, and takes memory
-    in proportion to their length. Server and clients must have one version of this package.
+    The bytes are those of safetensors: reading them runs no code, and takes memory in proportion.
 
     Args:
         kind: what it means to the two machines that exchange it.

@@ -50,10 +50,10 @@ from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.protocol import (
     MAJORITY,
     REFUSED,
+    AbstractServer,
     Message,
     MessageError,
     Quorum,
-    QuorumServer,
     Records,
     norm_bound,
 )
@@ -160,7 +160,7 @@ class BVRLSGD:
 
 
 @dataclass
-class SynchronousServer(QuorumServer):
+class SynchronousServer(AbstractServer):
     """x_(t+1) = x_t - η v_t, where v_t is an estimator's from the sum of all clients' answers.
 
     At step t the estimator asks all clients the same query. Either
@@ -173,9 +173,8 @@ class SynchronousServer(QuorumServer):
 
     A step is over when every client has answered, or its ``quorum`` has and the others are left out:
     they count as zero, since the mean is over q_t N whoever answers. Who is left out of one query of
-    a step is not asked the further ones. Clients without budget leave; the others go on, as long as
-    they are a quorum. Answers that are longer than their clip norm, rate and noise allow
-    (:func:`~lightning_dp.federated.protocol.norm_bound`) are refused.
+    a step is not asked the further ones. Clients without budget leave. Answers beyond the
+    :func:`~lightning_dp.federated.protocol.norm_bound` are refused.
 
     With a ``local_routine``, the step's worker then goes on alone on its records, and noises
     each of its steps itself (DIFF2-BVR-L-SGD, Algorithm 4); the routine's η is used for the
@@ -261,7 +260,7 @@ class SynchronousServer(QuorumServer):
         if self._local is not None:
             self._move_to(self._point - self.learning_rate * self._local)
             self._ask()
-        elif len(self._answered) >= (self._least if self._place[1] == 0 else 1):
+        elif len(self._answered) >= (1 if self._place[1] else self._least):
             self._end_query()
         else:
             return set()
@@ -438,14 +437,14 @@ class SynchronousServer(QuorumServer):
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
-        self._local, self._name = state["local"], str(state.get("name", self._name))
+        self._local, self._name = state["local"], str(state["name"])
         step, part = self._place = int(state["step"]), int(state["part"])
         # Where a worker goes on alone, the step's queries have all been answered.
         following = (step, part) if self._local is None else (step + 1, 0)
         self._driver = Driver(self.plan.estimator, state["estimator"], *following)
         self._reason, self._query, self._encoded = str(state["reason"]), None, ((), b"")
         self._ask()
-        self._missed = set(state.get("missed", ()))
+        self._missed = set(state["missed"])
 
 
 def _check_plan(plan: NoisePlan, noise: str) -> None:
@@ -474,12 +473,9 @@ def _check_plan(plan: NoisePlan, noise: str) -> None:
 class QueryClient(Client):
     """Answers what a :class:`~lightning_dp.federated.synchronous.SynchronousServer` asks.
 
-    The server chooses the query; this client holds it to the plan: the noise is at least z_t, the
-    batch is its own, sampled with q_t, and step t is charged as planned, once, before its first
-    query, whatever the server asks.
-
-    Un-noised sums leave only if ``trusts_server``, and are never written to disk; the ledger then
-    books what the server promised to add.
+    This client holds the server to the plan: the noise is at least z_t, the batch is its own, sampled
+    with q_t, and step t is charged as planned, once, before its first query. Un-noised sums leave only
+    if ``trusts_server``, and never go to disk; the ledger then books what the server promised to add.
 
     Args:
         records: this client's data.

@@ -32,7 +32,6 @@ from tests.federated.zoo import (
     NEWTON,
     RECORDS,
     ROUNDS,
-    START,
     Federation,
     LogCosh,
     Z,
@@ -314,18 +313,6 @@ def test_ten_thousand_spoilt_messages(name):
     count, seed = 0, 100
     while count < 10_000 / len(ALL):
         count, seed = count + hostile_run(ALL[name], seed, tries=20), seed + 1
-
-
-def test_a_state_without_counts_has_those_who_answered_for_its_quorum():
-    """Versions before the quorum wrote none, and nobody was left out then."""
-    server = asynchronous(ASYNC).begin(TWO)
-    update = Message("update", {"round": 0}, {"update": START}).to_bytes()
-    server.receive(0, update)
-    state = server.state_dict()
-    del state["counts"]
-    again = asynchronous(ASYNC).begin(TWO)
-    again.load_state_dict(state)
-    assert again.receive(1, update) and again.leave_out() == {2} and again.round == 1
 
 
 # -- waiting -----------------------------------------------------------------------------------

@@ -87,10 +87,6 @@ def train(
 # -- the states --------------------------------------------------------------------------------
 
 
-def fresh(train, classifier, mlp, tmp_path):
-    return train(target_epsilon=3.0)
-
-
 def resumed(train, classifier, mlp, tmp_path):
     train(noise_multiplier=2.0).trainer.save_checkpoint(tmp_path / "a.ckpt")
     return train(noise_multiplier=2.0, ckpt_path=tmp_path / "a.ckpt", max_epochs=3)
@@ -99,24 +95,6 @@ def resumed(train, classifier, mlp, tmp_path):
 def resumed_for_longer_than_its_plan(train, classifier, mlp, tmp_path):
     train(target_epsilon=3.0).trainer.save_checkpoint(tmp_path / "a.ckpt")
     return train(target_epsilon=3.0, ckpt_path=tmp_path / "a.ckpt", max_epochs=4)
-
-
-def ended_by_its_budget(train, classifier, mlp, tmp_path):
-    return train(target_epsilon=1.0, noise_multiplier=2.0, max_epochs=50)
-
-
-def after_a_fit_that_spent_the_budget(train, classifier, mlp, tmp_path):
-    return train(privacy=train(target_epsilon=3.0).privacy)
-
-
-def after_a_fit_that_spent_a_part(train, classifier, mlp, tmp_path):
-    privacy = train(target_epsilon=3.0, noise_multiplier=3.0).privacy
-    return train(privacy=privacy)
-
-
-def stopped_by_a_result(train, classifier, mlp, tmp_path):
-    stop = EarlyStopping("val_loss", min_delta=1e9, patience=2)
-    return train(target_epsilon=3.0, callbacks=(stop,), max_epochs=10)
 
 
 def with_a_one_cycle_schedule(train, classifier, mlp, tmp_path):
@@ -137,68 +115,78 @@ def with_a_loss_of_nan(train, classifier, mlp, tmp_path):
     return train(target_epsilon=3.0, model=Broken(mlp()), max_epochs=4)
 
 
-def without_noise(train, classifier, mlp, tmp_path):
-    return train(noise_multiplier=0.0)
-
-
-def with_an_epsilon_of_millions(train, classifier, mlp, tmp_path):
-    return train(target_epsilon=4e6)
-
-
-def with_hardly_any_noise(train, classifier, mlp, tmp_path):
-    return train(noise_multiplier=1e-3)
-
-
 CHANGES = r"try: batch_size=\d+ \(or batch_size × accumulate_grad_batches\), max_epochs=\d+"
-SPENT = "For another training, whose ε adds to this one on the same records: "
 CLAIM = r"ε = ([\d.]+|inf) at δ = 1e-05 \(add_remove\), {} steps"
 
 # State; what is printed; what is not; the first line of the report.
 STATES = [
-    (fresh, ["20 steps (2 epochs)", CHANGES], ["plan"], CLAIM.format(20) + ", target ε = 3$"),
-    (resumed, [r"resumed after 20 of 30 steps"], ["try:"], CLAIM.format(30) + "$"),
     (
+        "fresh",
+        lambda train, *_: train(target_epsilon=3.0),
+        ["20 steps (2 epochs)", CHANGES],
+        ["plan"],
+        CLAIM.format(20) + ", target ε = 3$",
+    ),
+    ("resumed", resumed, [r"resumed after 20 of 30 steps"], ["try:"], CLAIM.format(30) + "$"),
+    (
+        "resumed_for_longer_than_its_plan",
         resumed_for_longer_than_its_plan,
         ["No training step was made"],
         ["advice", "try:"],
         CLAIM.format(20),
     ),
     (
-        ended_by_its_budget,
+        "ended_by_its_budget",
+        lambda train, *_: train(target_epsilon=1.0, noise_multiplier=2.0, max_epochs=50),
         [r"the budget ends after \d+ of 500 steps; leave noise_multiplier out", "budget reached"],
         ["try: batch_size.*\n.*try: batch_size", "too few"],
         r"target ε = 1$",
     ),
     (
-        after_a_fit_that_spent_the_budget,
+        "after_a_fit_that_spent_the_budget",
+        lambda train, *_: train(privacy=train(target_epsilon=3.0).privacy),
         ["No training step was made"],
         ["advice", "try:", "noise_multiplier out"],
         CLAIM.format(20),
     ),
-    (after_a_fit_that_spent_a_part, ["advice"], ["try:", "full batches"], CLAIM.format(40)),
     (
-        stopped_by_a_result,
+        "after_a_fit_that_spent_a_part",
+        lambda train, *_: train(privacy=train(target_epsilon=3.0, noise_multiplier=3.0).privacy),
+        ["advice"],
+        ["try:", "full batches"],
+        CLAIM.format(40),
+    ),
+    (
+        "stopped_by_a_result",
+        lambda train, *_: train(
+            target_epsilon=3.0,
+            callbacks=(EarlyStopping("val_loss", min_delta=1e9, patience=2),),
+            max_epochs=10,
+        ),
         [
             r"ε = [\d.]+ of 3 at .* after 30 noised steps; ε = 2.99\d for the whole plan, to be claimed"
         ],
         [],
         r"^ε = 2.99\d at .*, 30 steps of a plan that counts whole if a result .*; else ε = 1",
     ),
-    (with_a_one_cycle_schedule, [CHANGES], ["lr="], CLAIM.format(20)),
+    ("with_a_one_cycle_schedule", with_a_one_cycle_schedule, [CHANGES], ["lr="], CLAIM.format(20)),
     (
+        "with_a_loss_of_nan",
         with_a_loss_of_nan,
         ["No gradient signal above the noise", "Check that the loss is a finite number"],
         ["try: batch_size.*\n(.*\n)*.*try: batch_size"],
         CLAIM.format(40),
     ),
     (
-        without_noise,
+        "without_noise",
+        lambda train, *_: train(noise_multiplier=0.0),
         [r"noise multiplier z = 0, ", r"privacy: NOT PRIVATE \(no noise\): ε = inf at"],
         ["try:", "full batches"],
         r"^NOT PRIVATE \(no noise\): ε = inf",
     ),
     (
-        with_an_epsilon_of_millions,
+        "with_an_epsilon_of_millions",
+        lambda train, *_: train(target_epsilon=4e6),
         [
             r"ε = 4e\+06 promises next to nothing",
             r"after .*; so large an ε promises next to nothing",
@@ -207,7 +195,8 @@ STATES = [
         "so large an ε promises next to nothing$",
     ),
     (
-        with_hardly_any_noise,
+        "with_hardly_any_noise",
+        lambda train, *_: train(noise_multiplier=1e-3),
         ["after 20 noised steps; so large an ε promises next to nothing"],
         [],
         "so large an ε promises next to nothing$",
@@ -216,7 +205,9 @@ STATES = [
 
 
 @pytest.mark.parametrize(
-    ("state", "printed", "absent", "claim"), STATES, ids=lambda each: getattr(each, "__name__", "")
+    ("state", "printed", "absent", "claim"),
+    [each[1:] for each in STATES],
+    ids=[s[0] for s in STATES],
 )
 def test_a_fit_prints_what_is_right_in_its_state(
     state, printed, absent, claim, train, classifier, mlp, tmp_path
