@@ -299,7 +299,7 @@ SEEN_BY = {  # the file that is tried first
         "moved_clip_norm_not_saved released_norm_not_asked_for counted_gradients_not_clipped"
     ),
     "tests/strategies/test_edits.py": (
-        "edited_gradients_pass replaced_gradients_pass edited_moments_pass"
+        "edited_gradients_pass replaced_gradients_pass steps_left_out_pass edited_moments_pass"
     ),
     "tests/strategies/test_float16.py": "loss_scale_of_the_mean loss_scale_of_lightning",
     "tests/strategies/test_isolation.py": (
