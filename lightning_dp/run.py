@@ -394,6 +394,9 @@ class PrivateRun:
             self.ledger.begin(run, directory)
             if self.batches is not None:
                 self.ledger.note_data(self.batches.num_records, self.config.data_set)
+            if self.is_adaptive and self.config.target_epsilon is not None:
+                config, epsilon = self.config, self.config.target_epsilon
+                self.ledger.note_budget(epsilon, config.target_delta, config.relation)
         record = world.broadcast(self.ledger.state_dict())
         if not world.is_lead:
             self.ledger.mirror(record)

@@ -28,6 +28,7 @@ from lightning_dp._validate import whole
 from lightning_dp.accounting.events import (
     AbstractEvent,
     AbstractExternal,
+    ApproximateDP,
     History,
     counted,
     event_from_dict,
@@ -37,6 +38,7 @@ _FORMAT = "lightning-dp-journal-2"
 _FORMATS = ("lightning-dp-journal-1", _FORMAT)  # the first one has charges only
 _WEIGHTS = "weights"
 _DATA = "data"
+_BUDGET = "budget"
 _PLAN, _SAVED, _END = "plan", "saved", "end"
 _LINES_AT_ONCE = 4096
 _ID = re.compile(r"[0-9a-f]{16}")
@@ -276,6 +278,8 @@ class JournalContent:
         weights: fingerprints of weights that its runs released.
         data: the number of records and the user's name of each data set, as far as they were noted.
         plans: the runs whose noise was calibrated.
+        budget: what its runs promise whose noise was chosen at run time: the events that came out do
+            not bound what could have. None if there are none.
         size: the bytes of its whole records; anything after them is the beginning of one more.
         is_ended: whether the last whole record has its newline.
     """
@@ -286,6 +290,7 @@ class JournalContent:
     weights: set[str] = field(default_factory=set)
     data: set[tuple[int, str | None]] = field(default_factory=set)
     plans: dict[str, PlannedRun] = field(default_factory=dict)
+    budget: ApproximateDP | None = None
     size: int = 0
     is_ended: bool = True
 
@@ -335,13 +340,15 @@ class JournalContent:
 
     def _add_note(self, kind: object, content: object, position: int) -> None:
         """Add what is no charge; kinds of a later version may change what is spent."""
-        if kind not in (_WEIGHTS, _DATA, _PLAN, _SAVED, _END):
+        if kind not in (_WEIGHTS, _DATA, _BUDGET, _PLAN, _SAVED, _END):
             kinds = f"is of the kind {kind!r}, which this version cannot read"
             raise self._damaged(f"line {position} {kinds}")
         items: list[Any] = content if isinstance(content, list) else [None]
         types = [type(each) for each in items]
         if kind == _DATA and types in ([int, str], [int, type(None)]):
             self.data.add((items[0], items[1]))
+        elif kind == _BUDGET and types == [float, float, str]:
+            self._add_budget(*items)
         elif kind == _WEIGHTS and set(types) <= {str}:
             self.weights.update(items)
         elif kind == _PLAN and types == [str, float, int, bool]:
@@ -352,6 +359,13 @@ class JournalContent:
             self.plans[items[0]].is_ended = True
         else:
             raise self._damaged(f"line {position} has no {kind}")
+
+    def _add_budget(self, epsilon: float, delta: float, relation: Any) -> None:
+        """Add a budget of the whole ledger; the largest counts."""
+        epsilon = max(epsilon, 0.0 if self.budget is None else self.budget.epsilon)
+        delta = max(delta, 0.0 if self.budget is None else self.budget.delta)
+        what = f"noise chosen at run time, ledger {self.ledger_id}"
+        self.budget = ApproximateDP(epsilon, delta, relation, what)
 
     def _is_next(self, run: object, number: object) -> bool:
         return isinstance(run, str) and type(number) is int and number == self.runs.length(run)
@@ -538,6 +552,10 @@ class Journal:
         if (records, name) not in self.data:
             self._note(_DATA, [records, name])
             self.data.add((records, name))
+
+    def note_budget(self, epsilon: float, delta: float, relation: str) -> None:
+        """Note that the noise of a run is chosen at run time, within this budget of the ledger."""
+        self._note(_BUDGET, [epsilon, delta, relation])
 
     def note_plan(self, run: str, plan: PlannedRun) -> None:
         """Write that a run begins, whose noise was calibrated."""

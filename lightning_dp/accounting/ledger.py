@@ -177,6 +177,12 @@ class Ledger:
             with contextlib.suppress(JournalError):
                 self._journal.note_data(records, name)
 
+    def note_budget(self, epsilon: float, delta: float, relation: str) -> None:
+        """Note that the run's noise is chosen at run time, for who adds the journal to others."""
+        if self._journal is not None:
+            with contextlib.suppress(JournalError):
+                self._journal.note_budget(epsilon, delta, relation)
+
     def note_plan(self, target_epsilon: float, last_step: int, *, is_replanned: bool) -> None:
         """Note that the current run's noise was calibrated, for the run that resumes it after a crash."""
         self.is_replanned |= is_replanned
@@ -497,10 +503,12 @@ def union(written: list[JournalContent]) -> Charges:
     """All their charges; a run that several know of counts once.
 
     Raises:
-        JournalError: if two contradict each other.
+        JournalError: if two contradict each other, or one promises no more than a budget.
     """
     together = Charges()
     for each in written:
+        if each.budget is not None:
+            raise JournalError(f"add {each.budget.declared}.", topic="earlier-training")
         # Federations have names that people gave; another data set may have one of the same name.
         together.merge(
             {

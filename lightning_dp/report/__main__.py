@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from lightning_dp._files import file_of_checkpoint
 from lightning_dp.accounting.base import Relation, check_delta, epsilon_text
-from lightning_dp.accounting.journal import JournalError, read_written
+from lightning_dp.accounting.journal import JournalError
 from lightning_dp.config import About
 from lightning_dp.report.content import READERS, Page, Total, charged, plain, render
 from lightning_dp.report.files import (
@@ -23,12 +23,11 @@ from lightning_dp.report.files import (
     check_journal,
     documents_in,
     find_journal,
-    read_charges,
+    read_alone,
     read_document,
     total,
     write_text,
 )
-from lightning_dp.sampling.units import is_by_user
 from lightning_dp.search import STATE, search_text
 
 __all__ = ["main", "pages"]
@@ -176,17 +175,7 @@ def _beside(documents: Sequence[CheckedDocument], delta: float | None) -> Total 
     own = {each.journal.resolve() for each in documents if each.journal is not None}
     others = {path for each in own for path in each.parent.glob("*.journal")} - own
     relation = documents[0].document.relation if documents else "add_remove"
-    charges = [read_charges(path) for path in sorted(others)]
-    return total(documents, charges, delta, relation, _by_user(documents, others))
-
-
-def _by_user(documents: Sequence[CheckedDocument], journals: Iterable[Path]) -> set[str]:
-    """Return the ledgers that protect users, by their reports or journals."""
-    reports = (each.document.report for each in documents)
-    written = (read_written(path) for path in journals)
-    return {report.ledger_id for report in reports if report and report.unit == "user"} | {
-        each.ledger_id for each in written if any(is_by_user(name) for _, name in each.data)
-    }
+    return total(documents, [read_alone(path) for path in sorted(others)], delta, relation)
 
 
 def _find(options: argparse.Namespace) -> _Findings:
@@ -198,8 +187,9 @@ def _find(options: argparse.Namespace) -> _Findings:
     if file_of_checkpoint(path).is_dir():
         return _find_in_folder(path, options)
     if path.suffix == ".journal":
-        alone = check_journal(path, *read_charges(path), options.delta, options.relation)
-        return _Findings(journals=[alone])
+        return _Findings(
+            journals=[check_journal(read_alone(path), options.delta, options.relation)]
+        )
     document = read_document(path)
     journal = options.journal or find_journal(document.journal, path.parent)
     return _Findings([check(document, journal)])
@@ -224,25 +214,23 @@ def _find_in_folder(folder: Path, options: argparse.Namespace) -> _Findings:
     rest = [path for path in journals if path.resolve() not in spoken_of]
     if not (checked or rest or problems or notes):
         raise ValueError(f"{folder} holds no checkpoint, report or journal.")
-    alone, others, readable = [], [], []
+    alone, others = [], []
     for path in rest:
         try:
-            ledger_id, events = read_charges(path)
+            written = read_alone(path)
         except JournalError as error:
             problems.append(str(error))
             continue
-        if not events:
+        if not written.runs:
             notes.append(f"{path}: no charges, as after a fit that was refused")
             continue
-        others.append((ledger_id, events))
-        readable.append(path)
+        others.append(written)
         if checked and options.delta is None:
             notes.append(f"{path}: no checkpoint or report here is of it, and ε needs --delta")
         else:
-            alone.append(check_journal(path, ledger_id, events, options.delta, options.relation))
+            alone.append(check_journal(written, options.delta, options.relation))
     notes += [search_text(path) for path in sorted(folder.rglob(STATE))]
-    by_user = _by_user(checked, readable)
-    together = total(checked, others, options.delta, options.relation, by_user)
+    together = total(checked, others, options.delta, options.relation)
     return _Findings(checked, alone, problems, notes, together)
 
 

@@ -8,7 +8,7 @@ import math
 import os
 import reprlib
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,17 +25,19 @@ from lightning_dp.accounting.base import (
 from lightning_dp.accounting.events import ApproximateDP
 from lightning_dp.accounting.journal import (
     Charges,
+    JournalContent,
     JournalError,
     check_nothing_is_missing,
     federations_in,
     is_journal_name,
     is_ledger_id,
     progress_of_all,
-    read_journal,
+    read_written,
 )
 from lightning_dp.accounting.ledger import privacy_record, read_state
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.report.content import Page, PrivacyReport, Total, render
+from lightning_dp.sampling.units import is_by_user
 
 CHECKPOINT_KEY = "lightning_dp"
 """The key of the privacy record in a checkpoint."""
@@ -246,16 +248,16 @@ def find_journal(recorded: Path | None, folder: Path) -> Path | None:
     return next(iter(sorted(folder.rglob(recorded.name))), recorded)
 
 
-def read_charges(journal: Path) -> tuple[str, Charges]:
-    """Read a journal by itself: the id of its ledger or data set, and its charges.
+def read_alone(journal: Path) -> JournalContent:
+    """Read a journal by itself.
 
     Raises:
         JournalError: if it is missing or damaged, or a client's release files hold more.
     """
     progress = [*progress_of_all(journal)]  # first: a client charges its journal first
-    ledger_id, runs = read_journal(journal)
-    check_nothing_is_missing(journal, ledger_id, runs, progress)
-    return ledger_id, runs
+    written = read_written(journal)
+    check_nothing_is_missing(journal, written.ledger_id, written.runs, progress)
+    return written
 
 
 # -- checks and sums ----------------------------------------------------------------------------
@@ -273,6 +275,7 @@ class CheckedDocument:
         charges: those of the document or its journal, by run.
         journal: the file that was compared with it; None if there is none.
         journal_steps, journal_epsilon: of all runs in the journal; None without one.
+        budget: the journal's, if the noise of one of its runs was chosen at run time.
         runs: of a journal by itself, ε of each run, or of each federation over a client's data.
         problems: contradictions.
         notes: what a reader needs besides.
@@ -284,6 +287,7 @@ class CheckedDocument:
     journal: Path | None = None
     journal_steps: int | None = None
     journal_epsilon: float | None = None
+    budget: ApproximateDP | None = None
     runs: dict[str, float] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -331,13 +335,16 @@ def check(document: Document, journal: Path | None) -> CheckedDocument:
             f"its accountant {report.accountant!r} is not of this version: compared with PLD"
         )
     written, charges = Charges(), Charges(events)
-    steps = journal_epsilon = None
+    steps = journal_epsilon = budget = None
     try:
         if journal is not None:
-            found, written = read_journal(journal)
+            content = read_written(journal)
+            found, written = content.ledger_id, content.runs
             problems += _against_journal(document, journal, found, written)
             if found == document.ledger_id:
-                steps, journal_epsilon = written.steps, _claim(document, written, accountant)
+                steps, budget = written.steps, content.budget
+                journal_epsilon = _claim(document, written, accountant)
+                journal_epsilon = _of_budget(journal_epsilon, budget, document)
                 for run, each in written.items():
                     with contextlib.suppress(JournalError):  # a contradiction is among the problems
                         charges.merge({run: each})
@@ -361,19 +368,23 @@ def check(document: Document, journal: Path | None) -> CheckedDocument:
         journal=journal,
         journal_steps=steps,
         journal_epsilon=journal_epsilon,
+        budget=budget,
         problems=tuple(problems),
         notes=tuple(notes),
     )
 
 
 def check_journal(
-    path: Path, ledger_id: str, events: Charges, delta: float | None, relation: Relation
+    written: JournalContent, delta: float | None, relation: Relation
 ) -> CheckedDocument:
     """Compute ε of a journal by itself, and of each run or federation in it.
+
+    One whose noise was chosen at run time has that of its budget, at its δ or a larger one.
 
     Raises:
         ValueError: without δ, which a journal does not record.
     """
+    path, events, budget = written.path, written.runs, written.budget
     if delta is None:
         raise ValueError(
             f"{path} is a journal without its checkpoint or report, and a journal does not record δ: "
@@ -385,11 +396,13 @@ def check_journal(
         for name, each in {**by_name, "": events}.items()
     }
     voided = f"a run was VOIDED, and ε of all releases is withdrawn: {events.voided}"
+    document = Document(path, "journal", written.ledger_id, path, events, delta, relation)
     return CheckedDocument(
-        document=Document(path, "journal", ledger_id, path, events, delta, relation),
-        epsilon=epsilons.pop(""),
+        document=document,
+        epsilon=_of_budget(epsilons.pop(""), budget, document),
         charges=events,
-        runs=epsilons,
+        budget=budget,
+        runs={} if budget is not None else epsilons,
         problems=() if events.voided is None else (voided,),
     )
 
@@ -452,12 +465,19 @@ def _claim(document: Document, events: Charges, accountant: AbstractAccountant) 
     return epsilon
 
 
+def _of_budget(epsilon: float, budget: ApproximateDP | None, document: Document) -> float:
+    """Return ε of charges, or that of the budget of which they were taken, at the document's δ."""
+    if budget is None:
+        return epsilon
+    claim, its_own, _ = budget.costs(document.relation)
+    return max(epsilon, claim if document.delta >= its_own else math.inf)
+
+
 def total(
     checked: Sequence[CheckedDocument],
-    journals: Sequence[tuple[str, Charges]],
+    journals: Sequence[JournalContent],
     delta: float | None,
     relation: Relation,
-    by_user: Collection[str] = (),
 ) -> Total | None:
     r"""Compose what all ledgers were charged; each run counts once.
 
@@ -465,15 +485,15 @@ def total(
     relation of the sum. It is added to the others' by basic composition:
     :math:`\epsilon + \sum_i \epsilon_i` at :math:`\delta + \sum_i \delta_i`.
 
-    Journals of federated clients are left out: each is about another client's records.
+    Journals of federated clients are left out: each is about another client's records. Ledgers that
+    protect users promise nothing next to ledgers of records: a record more or less of a user is no user
+    more or less.
 
     Args:
         checked: the documents, with the charges of their journals.
-        journals: ledger id and charges of those without a document.
+        journals: those without a document.
         delta: δ; by default the documents' smallest one.
         relation: for journals by themselves.
-        by_user: the ledgers that protect users. Next to ledgers of records they promise nothing: a
-            record more or less of a user is no user more or less.
 
     Returns:
         None if there are fewer than two ledgers, or no δ is known.
@@ -483,21 +503,30 @@ def total(
     under = next(each for each in stated if each in relations)  # which says something of all
     ledgers: dict[str, Charges] = {}
     budgets: dict[str, tuple[float, float]] = {}
+    by_user: set[str] = set()
     for each in checked:
         name, report = each.document.ledger_id, each.document.report
         ledgers.setdefault(name, Charges()).merge(each.charges)
-        if report is not None and report.claims_budget:
-            budgets[name] = max(budgets.get(name, (0.0, 0.0)), _budget(each, under))
-    for ledger_id, runs in journals:
-        if runs and not federations_in(runs):
-            ledgers.setdefault(ledger_id, Charges()).merge(runs)
+        for pair in _budgets(each, under):
+            budgets[name] = _larger(budgets.get(name), pair)
+        if report is not None and report.unit == "user":
+            by_user.add(name)
+    for written in journals:
+        name, budget = written.ledger_id, written.budget
+        if not written.runs or federations_in(written.runs):
+            continue
+        ledgers.setdefault(name, Charges()).merge(written.runs)
+        if budget is not None:
+            budgets[name] = _larger(budgets.get(name), budget.costs(under)[:2])
+        if any(is_by_user(title) for _, title in written.data):
+            by_user.add(name)
     deltas = [each.document.delta for each in checked] if delta is None else [delta]
     if len(ledgers) < 2 or not deltas:
         return None
     seeded = {each.document.ledger_id for each in checked if each.document.seeded}
     apart = seeded | {name for name, runs in ledgers.items() if not has_guarantee(runs)}
-    if not ledgers.keys() <= set(by_user):
-        apart |= ledgers.keys() & set(by_user)
+    if not ledgers.keys() <= by_user:
+        apart |= by_user
     fixed = Charges()
     for name in ledgers.keys() - budgets.keys() - apart:
         fixed.merge(ledgers[name])  # of a run in two ledgers, the longer record
@@ -516,14 +545,23 @@ def total(
     )
 
 
-def _budget(checked: CheckedDocument, relation: Relation) -> tuple[float, float]:
-    """Return (ε, δ) of a budget that a ledger claims whole, under the relation of the sum."""
-    document = checked.document
+def _budgets(checked: CheckedDocument, relation: Relation) -> Iterator[tuple[float, float]]:
+    """Yield (ε, δ) of budgets that a ledger claims whole, under the relation of the sum."""
+    document, report = checked.document, checked.document.report
+    if checked.budget is not None:
+        yield checked.budget.costs(relation)[:2]
+    if report is None or not report.claims_budget:
+        return
     epsilon = max(checked.epsilon, checked.journal_epsilon or 0.0)
-    if not math.isfinite(epsilon):
-        return math.inf, document.delta
-    claim = ApproximateDP(epsilon, document.delta, document.relation, "a budget")
-    return claim.costs(relation)[:2]
+    if math.isfinite(epsilon):
+        claim = ApproximateDP(epsilon, document.delta, document.relation, "a budget")
+        yield claim.costs(relation)[:2]
+    else:
+        yield math.inf, document.delta
+
+
+def _larger(one: tuple[float, float] | None, other: tuple[float, float]) -> tuple[float, float]:
+    return other if one is None else (max(one[0], other[0]), max(one[1], other[1]))
 
 
 def has_guarantee(charges: Charges) -> bool:

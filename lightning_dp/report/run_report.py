@@ -270,13 +270,15 @@ def _divided(
 ) -> tuple[list[JournalContent], list[str]]:
     """Return the journals of the sum, and sentences about the others."""
     same = [each for each in found.written if _may_share_records(each, run)]
-    counted = [each for each in same if has_guarantee(each.runs)]
-    lines = []
+    with_noise = [each for each in same if has_guarantee(each.runs)]
+    counted = [each for each in with_noise if each.budget is None]
+    budgets = [each.budget.declared for each in with_noise if each.budget is not None]
+    lines = [f"Not in the sum, add it: {each}." for each in budgets]
     if others := len(found.written) - len(same):
         lines.append(
             f"Not in the sum: {others} of other data (another name, or number of records)."
         )
-    if without := len(same) - len(counted):
+    if without := len(same) - len(with_noise):
         lines.append(
             f"Not in the sum: {without} without noise, which must stay secret: ε would be inf."
         )

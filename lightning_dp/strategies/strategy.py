@@ -476,7 +476,7 @@ class DifferentialPrivacyStrategy(Strategy):
     ) -> Tensor:
         """Run what the module goes back by, and note a fault if it is not the gradient of the loss."""
         seeds: list[Tensor] = []
-        handle = loss.register_hook(seeds.append)
+        handle = loss.register_hook(seeds.append)  # type: ignore[no-untyped-call]
         found = super().backward(loss, optimizer, *args, **kwargs)
         handle.remove()
         is_scaled = getattr(self.precision_plugin, "scaler", None) is not None

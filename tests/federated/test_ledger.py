@@ -21,7 +21,7 @@ from lightning_dp.accounting.journal import JournalError, read_release_file, rel
 from lightning_dp.federated.ledger import ReleaseLedger, Spending
 from lightning_dp.federated.protocol import MessageError
 from lightning_dp.mechanism import BudgetExhausted
-from lightning_dp.report.files import read_charges
+from lightning_dp.report.files import read_alone
 from tests.federated.zoo import files, history
 
 EVENTS = [PoissonGaussian(2.0, 0.1 + 0.01 * i) for i in range(10)]
@@ -390,7 +390,7 @@ def test_a_journal_and_a_release_file_of_different_moments_are_refused(states, t
         if journal < release:  # ε would fall
             for ask in (
                 lambda m=mixed: of(m).epsilon(1e-5),
-                lambda m=mixed: read_charges(journal_of(m)),
+                lambda m=mixed: read_alone(journal_of(m)),
             ):
                 with pytest.raises(JournalError, match="journal was lost, cut, or replaced"):
                     ask()

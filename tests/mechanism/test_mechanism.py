@@ -343,6 +343,7 @@ def test_in_the_middle_of_a_step_the_state_holds_released_values_only(trial):
 
     assert set(state) == {
         "step",
+        "ahead",
         "estimator",
         "postprocessing",
         "schedule",
@@ -351,6 +352,10 @@ def test_in_the_middle_of_a_step_the_state_holds_released_values_only(trial):
         "clip_norm",
         "noise",
     }
+    assert (before.pop("ahead"), state.pop("ahead")) == (
+        0,
+        1,
+    )  # steps that are charged, a public count
     assert repr(state) == repr(before)
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_dp import UserLevel
 from lightning_dp.accounting import PoissonGaussian, epsilon, epsilon_text
-from lightning_dp.accounting.journal import Journal
+from lightning_dp.accounting.journal import Journal, read_journal
 from lightning_dp.federated.ledger import ReleaseLedger, Spending
 from lightning_dp.report.files import read_report
 from tests.zoo import private
@@ -354,6 +356,24 @@ def test_a_run_with_noise_chosen_at_run_time_claims_its_whole_budget(
 
     edit_json(path, report_field(epsilon=2.0))
     assert command(path)[0] == 1
+
+
+def test_a_journal_of_such_a_run_claims_the_budget_by_itself(fit, command, at_run_time):
+    privacy = private(target_epsilon=3.0, noise_multiplier=1.5, noise_schedule=at_run_time)
+    fitted = fit(privacy=privacy)
+    other = fit(privacy=private(noise_multiplier=1.0)).journal
+    for path in fitted.reports:
+        path.unlink()  # as after a crash
+
+    def said(place: Path, *options: str) -> str:
+        return command(place, "--delta", *options)[1]
+
+    assert "its own events: ε = 3 at" in said(fitted.journal, "1e-5")
+    assert "its own events: ε = 6 at" in said(fitted.journal, "1e-3", "--relation", "replace_one")
+    assert "its own events: ε = inf at" in said(fitted.journal, "1e-6")
+    alone = epsilon(read_journal(other)[1].history(), 1e-5)
+    folder = Path(os.path.commonpath([fitted.journal, other]))
+    assert f"ε = {epsilon_text(3 + alone)} at δ = 2e-05" in said(folder, "1e-5")
 
 
 def test_an_accountant_of_another_version_may_be_less_tight(saved, command, edit_json):
