@@ -117,7 +117,7 @@ def _spot_checks(run: PrivateRun) -> str:
     """Return how many steps passed a comparison, and the reasons why others were not compared."""
     if not run.config.checks.comparisons:
         return "opted out"
-    if run.config.engine == "one_by_one":
+    if run.engine.startswith("one_by_one") and not run.spot_checks:
         return "not needed: each record runs alone"
     passed = run.spot_checks - sum(run.not_compared.values())
     of = f"of {run.steps_begun} steps" if run.started is None else "steps since the run was resumed"
