@@ -44,7 +44,7 @@ Forward: TypeAlias = Callable[[Any], Any]
 # Is entered with the recorder of a part of a batch and the places of its samples.
 Around: TypeAlias = Callable[[Any, Tensor], AbstractContextManager[object]]
 
-ALONE = "Or run each record alone with engine='one_by_one' (slow)."
+ALONE = "Or run each record alone with engine='one_by_one' (slow), if one alone has a useful loss."
 """The last cure of what cannot be taken apart into records."""
 
 UNANSWERED = (

@@ -48,7 +48,7 @@ __all__ = ["GroupedGradients", "Records"]
 _NOT_HERE = "This torch lacks {} of functorch, which running each record under vmap needs."
 _RAISED = (
     "training_step cannot run for each record alone under torch.func.vmap ({}), since an operation in "
-    "it has no such form"
+    "it has no such form, or asks for more records than one"
 )
 _EDITED = (
     "training_step changes the batch in place, and has to begin again with some of the records. Change a "
@@ -56,7 +56,7 @@ _EDITED = (
 )
 _LEFT = (
     "training_step leaves numbers of single records behind (in an attribute, a list, a closure), where "
-    "later steps could read them"
+    "later steps could read them; self.log and torchmetrics may have them"
 )
 
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.clipping import Flat, Rescaling
+from lightning_dp.clipping import Rescaling
 from lightning_dp.functional import in_float64
 from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.batches import RowOwners
@@ -88,7 +88,7 @@ def take_sample(
     clip_norm: float,
     sizes: list[int],
     generator: torch.Generator,
-    clipping: Rescaling = Flat(),  # noqa: B008 (frozen)
+    clipping: Rescaling,
 ) -> GradientSample:
     """Return what is compared of the gradients of some samples.
 

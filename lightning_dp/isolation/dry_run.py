@@ -150,6 +150,7 @@ class _FirstRun:
         self.norms = torch.zeros(len(samples), dtype=torch.float64)
         self._sizes = [number_of_entries([param]) for param in runner.params]
         self._looks: list[GradientSample] = []
+        self._clipping = runner.passes.clipping
         start = RandomState.seeded(runner.device, _FIRST)
         self._run = runner.run(samples, _plain(1.0), start, self._look)
 
@@ -161,7 +162,7 @@ class _FirstRun:
         can_be_looked_at_again = isinstance(gradients, BookkeptGradients)
         for rows in self.halves if can_be_looked_at_again else self.halves[:1]:
             generator = torch.Generator().manual_seed(_SEED)
-            look = take_sample(gradients, rows, self.unit, self._sizes, generator)
+            look = take_sample(gradients, rows, self.unit, self._sizes, generator, self._clipping)
             self._looks.append(look)
         return self._looks[0]
 

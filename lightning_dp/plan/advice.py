@@ -177,7 +177,8 @@ def _numbers(setting: Setting) -> str:
         f"{s.num_records:,} {s.unit}s, {s.batch_size:g} a step on average (q = "
         f"{min(1.0, s.batch_size / s.num_records):.3g}), {start}{steps}"
         f"{f' ({epochs})' if math.isfinite(s.epochs) else ''}, noise multiplier z = "
-        f"{s.noise_multiplier:.3g}, clip norm C = {s.clip_norm:g}"
+        f"{s.noise_multiplier:.3g}"
+        f"{f', clip norm C = {s.clip_norm:g}' if s.clip_norm < math.inf else ''}"
     )
 
 
@@ -237,8 +238,8 @@ def _with_rate(optimizer: OptimizerSetting, rate: float) -> str:
 def better_plan(setting: Setting) -> TrainingPlan | None:
     """Return the planner's choice with no fewer epochs; None if the setting is as good."""
     plan = setting.plan
-    if plan is None or setting.excess is None:
-        return None
+    if plan is None or setting.excess is None or not plan.target_delta * plan.num_records < 1:
+        return None  # of so large a delta nothing but the warning is said
     if plan.excess <= ENOUGH and plan.steps >= LEAST_STEPS:
         return None
     if plan.sample_rate == 1:  # full batches are a choice

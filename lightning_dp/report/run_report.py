@@ -89,7 +89,8 @@ def report_of_run(run: PrivateRun) -> PrivacyReport:
         accountant_settings=_settings(config.accountant),
         mechanism=_mechanism(run),
         clip_norms=_clip_norms(run),
-        noise_multiplier=None if latest is None else float(latest),
+        # Infinite where an earlier fit left nothing to calibrate noise for: no step had it.
+        noise_multiplier=None if latest is None or latest == math.inf else float(latest),
         sample_rate=None if batches is None else float(batches.sample_rate),
         expected_batch_size=None if batches is None else float(batches.expected_batch_size),
         num_records=None if batches is None else int(batches.num_records),
@@ -116,7 +117,7 @@ def _spot_checks(run: PrivateRun) -> str:
     """Return how many steps passed a comparison, and the reasons why others were not compared."""
     if not run.config.checks.comparisons:
         return "opted out"
-    if run.config.engine == "one_by_one":
+    if run.engine.startswith("one_by_one") and not run.spot_checks:
         return "not needed: each record runs alone"
     passed = run.spot_checks - sum(run.not_compared.values())
     of = f"of {run.steps_begun} steps" if run.started is None else "steps since the run was resumed"
@@ -421,7 +422,8 @@ class EarlierTraining:
         warn(
             f"This model, or a part of it, was trained before under another privacy ledger "
             f"({', '.join(sorted(names))}), and neither counts the other. {spent} To "
-            "count all in one place, give the same DifferentialPrivacy object to each fit, or go on "
+            "count all in one place, give the same DifferentialPrivacy object to each fit (with a "
+            "noise_multiplier: calibrated noise leaves nothing after the first), or go on "
             "with fit(ckpt_path=...); for a search see lightning_dp.search.Search and "
             "lightning_dp.accounting.sweep_history. (If it saw other records, or was "
             "initialised again since, each claim holds as it is.)",

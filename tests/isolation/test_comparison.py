@@ -152,7 +152,7 @@ def test_gradients_that_are_not_finite_count_as_none(value):
     before, nothing = gradients(), gradients()
     before[2, 5], nothing[2] = value, 0.0
     assert float(movement(sample(before), sample(before), N, N)) == 0
-    assert float(movement(sample(before), sample(nothing), N, N)) == 0
+    assert float(movement(sample(before), sample(nothing), N, N)) < 1e-6  # sums of another order
     assert float(movement(sample(before), sample(gradients()), N, N)) > TOLERANCE
 
 
@@ -190,7 +190,7 @@ def test_engines_without_single_gradients_are_compared_by_the_sum():
 
     grads = gradients()
     found = take_sample(
-        NormsAlone(grads=grads), [0, 3], 5.0, SIZES, torch.Generator().manual_seed(3)
+        NormsAlone(grads=grads), [0, 3], 5.0, SIZES, torch.Generator().manual_seed(3), Flat()
     )
     assert found.entries is None
     torch.testing.assert_close(

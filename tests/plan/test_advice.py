@@ -44,6 +44,7 @@ def test_the_numbers_of_a_run_are_in_three_lines(setting):
         "full batches"
     )
     assert "averages" not in before(setting({"size": 100}))[1]
+    assert "inf" not in "".join(before(setting({"clip_norm": math.inf})))  # of CubicNewton
 
 
 def test_the_plan_is_the_planners_with_no_fewer_epochs(setting):

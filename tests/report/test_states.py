@@ -20,6 +20,7 @@ from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.plan.advice import before
 from lightning_dp.report import run_report
+from lightning_dp.schedules import Exponential
 
 
 @dataclass
@@ -97,6 +98,10 @@ def resumed_for_longer_than_its_plan(train, classifier, mlp, tmp_path):
     return train(target_epsilon=3.0, ckpt_path=tmp_path / "a.ckpt", max_epochs=4)
 
 
+def spent_by_an_earlier_fit(train, *_):
+    return train(privacy=train(target_epsilon=3.0).privacy)
+
+
 def with_a_one_cycle_schedule(train, classifier, mlp, tmp_path):
     class Cycled(classifier):
         def configure_optimizers(self):
@@ -169,6 +174,27 @@ STATES = [
         [],
         r"^ε = 2.99\d at .*, 30 steps of a plan that counts whole if a result .*; else ε = 1",
     ),
+    (
+        "spent_by_an_earlier_fit",
+        spent_by_an_earlier_fit,
+        ["No training step was made.* leaves nothing to calibrate noise for"],
+        ["advice", "inf"],
+        CLAIM.format(20),
+    ),
+    (
+        "with_a_noise_schedule",
+        lambda train, *_: train(target_epsilon=3.0, noise_schedule=Exponential(0.1)),
+        ["20 steps (2 epochs)"],
+        [],
+        CLAIM.format(20),
+    ),
+    (
+        "with_a_large_delta",
+        lambda train, *_: train(target_epsilon=3.0, target_delta=0.05),
+        ["target_delta=0.05 is not below 1/N"],
+        ["sample rate", "batch_size="],
+        r"at δ = 0.05 \(add_remove\), 20 steps",
+    ),
     ("with_a_one_cycle_schedule", with_a_one_cycle_schedule, [CHANGES], ["lr="], CLAIM.format(20)),
     (
         "with_a_loss_of_nan",
@@ -222,8 +248,11 @@ def test_a_fit_prints_what_is_right_in_its_state(
     assert len(fit.lines) + len(fit.warned) <= 6, fit.text
     assert len({*fit.lines}) == len(fit.lines)  # each thing once
     assert re.search(claim, fit.first_line), fit.first_line
-    assert len(str(fit.privacy.report()).splitlines()) == 9
-    assert not re.search(r"\d\.\d{7}", fit.text + str(fit.privacy.report()))
+    report = fit.privacy.report()
+    assert len(str(report).splitlines()) == 9
+    assert not re.search(r"\d\.\d{7}", fit.text + str(report))
+    assert "z = inf" not in str(report)
+    assert (" at the latest step" in str(report)) == (len(report.events.history()) > 1)
 
 
 def test_two_processes_read_their_part_of_a_batch(train):

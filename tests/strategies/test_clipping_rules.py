@@ -13,7 +13,15 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import AdaptiveQuantile, Automatic, Checks, FullBatch, PerGroup
+from lightning_dp import (
+    AdaptiveQuantile,
+    Automatic,
+    Checks,
+    DifferentialPrivacy,
+    FullBatch,
+    PerGroup,
+)
+from lightning_dp._checks import MisconfigurationError
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian
 from tests.zoo import Classifier, clipped, flat, gradient_rows, private, records
 
@@ -66,6 +74,30 @@ def test_one_more_record_moves_the_sum_by_at_most_the_sensitivity(engine, make_t
             moved = sum_of(make_trainer, more, torch.cat([y, y[:1]]), **options) - without
             assert float(moved.norm()) <= bound * (1 + 1e-4)
             assert row.isfinite().all() or not moved.abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("engine", ["layers", "hooks"])
+@pytest.mark.parametrize("rule", RULES)
+def test_the_dry_run_compares_under_every_rule(rule, engine, make_trainer):
+    class Coupled(Classifier):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            return super().training_step((x - x.mean(0), y), batch_idx)
+
+    data = DataLoader(TensorDataset(*records(N)), batch_size=8)
+    for kind in (Classifier, Coupled):
+        model = kind(network(), lambda params: torch.optim.SGD(params, lr=1.0))
+        privacy = DifferentialPrivacy(
+            target_delta=1e-3, noise_multiplier=1.0, clipping=RULES[rule], engine=engine
+        )
+        trainer = make_trainer(max_steps=1, callbacks=[privacy])
+        if kind is Coupled:
+            with pytest.raises(MisconfigurationError, match="couples the records"):
+                trainer.fit(model, data)
+            assert privacy.steps == 0
+        else:
+            trainer.fit(model, data)
+            assert privacy.report().isolation == "compared on synthetic samples"
 
 
 @pytest.mark.parametrize("engine", ENGINES)
