@@ -251,8 +251,9 @@ class Snapshot:
 
     It holds buffers and attributes of the module and its children, of the module's own class, of the
     data module and of the ``collate_fn``, the settings of optimizers, learning-rate schedulers, and the
-    states of random generators in attributes. It looks into
-    lists, tuples, dictionaries, sets, deques, tensors, arrays and objects of the user's own classes.
+    states of random generators in attributes. It looks into lists, tuples, dictionaries, sets, deques,
+    tensors, arrays and objects of the user's own classes: those of the module's package, and of no
+    installed library.
     Global variables, closures, slots, callbacks and data sets are no part of it;
     neither are tensors above 64 MiB that are no buffers, and containers of more than 20,000 items.
 
@@ -298,13 +299,13 @@ class Snapshot:
         if still is None or still.hidden != hidden or not still.is_current():
             still = _Still.of(module, hidden, still)
         moving: _Parts = {}
-        met: set[int] = set()
+        walk = _Walk.of(module)
         for path, (name, each) in still.moving.items():
-            _add(moving, path, _Part(vars(each), name, "attribute", still.hidden, True), met)
-        for path, part in _parts_of_trainer(getattr(module, "_trainer", None)):
-            _add(moving, path, part, met)
+            _add(moving, path, _Part(vars(each), name, "attribute", still.hidden, True), walk)
+        for path, part in _parts_of_trainer(getattr(module, "_trainer", None), walk):
+            _add(moving, path, part, walk)
         for path, part in _parts_of_classes(type(module)):
-            _add(moving, path, part, met)
+            _add(moving, path, part, walk)
         for name, param in () if parameters else _frozen(module):
             moving[(_FROZEN, name)] = _Part(param, name, "buffer")
         return cls(still, moving, RandomState(_device_of(module)) if global_random else None)
@@ -570,7 +571,7 @@ class _Still:
         moving: dict[Path, tuple[str, nn.Module]] = {}
         for path, name, each in _modules_in((), "", module, set()):
             found: _Parts = {}
-            _add(found, path, _Part(vars(each), name, "attribute", hidden, True), set())
+            _add(found, path, _Part(vars(each), name, "attribute", hidden, True), _Walk.of(module))
             children = (*path, "_modules")
             parts[children] = found.pop(children)
             known = {} if earlier is None else earlier.parts
@@ -637,7 +638,7 @@ def _frozen(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return found if sum(param.nbytes for _, param in found) <= _LARGE else []
 
 
-def _parts_of_trainer(trainer: Any) -> Iterator[tuple[Path, _Part]]:
+def _parts_of_trainer(trainer: Any, walk: _Walk) -> Iterator[tuple[Path, _Part]]:
     """Yield the settings of optimizers, their schedulers, what makes the batches, and the stop."""
     for i, optimizer in enumerate(getattr(trainer, "optimizers", ())):
         for j, group in enumerate(optimizer.param_groups):
@@ -655,16 +656,47 @@ def _parts_of_trainer(trainer: Any) -> Iterator[tuple[Path, _Part]]:
         "trainer.train_dataloader.collate_fn": getattr(collate, "__self__", collate),
     }
     for name, owner in owners.items():
-        if owner is not None and isinstance(kept := _owner_in(owner, "attribute"), dict):
+        if owner is not None and isinstance(kept := walk.owner_in(owner, "attribute"), dict):
             hidden = frozenset(k for k, v in kept.items() if isinstance(v, Dataset | DataLoader))
             yield (name,), _Part(kept, name, "attribute", hidden, True)
 
 
-def _add(parts: _Parts, path: Path, part: _Part, met: set[int], depth: int = 0) -> None:
+@dataclass
+class _Walk:
+    """A walk through what objects hold.
+
+    Args:
+        packages: of the module's own classes, whose objects are the user's also where it is installed.
+        met: ids of objects that a part has.
+    """
+
+    packages: frozenset[str]
+    met: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Walk:
+        """Begin one at a module."""
+        theirs = {_package(each) for each in LightningModule.__mro__}
+        return cls(frozenset(map(_package, type(module).__mro__)) - theirs)
+
+    def owner_in(self, value: Any, kind: Kind) -> Any:
+        """Return the part of an object that a snapshot has: it, its attributes, or None."""
+        if isinstance(value, Tensor | np.ndarray):
+            is_else = isinstance(value, nn.Parameter) and kind != "parameter"
+            return None if is_else or (value.nbytes > _LARGE and kind == "attribute") else value
+        if isinstance(value, dict | list | tuple | deque | set):
+            return value if len(value) <= _LONG else None
+        if isinstance(value, OWN_GENERATORS):
+            return value
+        is_known = isinstance(value, LRScheduler | types.SimpleNamespace)
+        return vars(value) if is_known or _is_of_user(type(value), self.packages) else None  # type: ignore[arg-type]
+
+
+def _add(parts: _Parts, path: Path, part: _Part, walk: _Walk, depth: int = 0) -> None:
     """Add a part, and those inside it, each object once; registered modules are for others."""
-    if id(part.owner) in met or depth > _DEPTH:
+    if id(part.owner) in walk.met or depth > _DEPTH:
         return
-    met.add(id(part.owner))
+    walk.met.add(id(part.owner))
     parts[path] = part
     if path[-1:] == ("_modules",):
         return
@@ -675,37 +707,28 @@ def _add(parts: _Parts, path: Path, part: _Part, met: set[int], depth: int = 0) 
             if isinstance(value, nn.Module):
                 for at, dotted, each in _modules_in((*path, key), name, value, set()):
                     found = _Part(vars(each), dotted, kind, _HIDDEN, True)
-                    _add(parts, at, found, met, depth + 1)
-            elif (owner := _owner_in(value, kind)) is not None:
+                    _add(parts, at, found, walk, depth + 1)
+            elif (owner := walk.owner_in(value, kind)) is not None:
                 is_named = key in _INNER or owner is not value
                 kind = "random" if isinstance(value, OWN_GENERATORS) else kind
                 found = _Part(owner, name, kind, is_named=is_named)
-                _add(parts, (*path, key), found, met, depth + 1)
-
-
-def _owner_in(value: Any, kind: Kind) -> Any:
-    """Return the part of an object that a snapshot has: it, its attributes, or None."""
-    if isinstance(value, Tensor | np.ndarray):
-        is_else = isinstance(value, nn.Parameter) and kind != "parameter"
-        return None if is_else or (value.nbytes > _LARGE and kind == "attribute") else value
-    if isinstance(value, dict | list | tuple | deque | set):
-        return value if len(value) <= _LONG else None
-    if isinstance(value, OWN_GENERATORS):
-        return value
-    is_known = isinstance(value, LRScheduler | types.SimpleNamespace)
-    return vars(value) if is_known or _is_of_user(type(value)) else None  # type: ignore[arg-type]
+                _add(parts, (*path, key), found, walk, depth + 1)
 
 
 @cache
-def _is_of_user(kind: type) -> bool:
+def _is_of_user(kind: type, packages: frozenset[str]) -> bool:
     """Return whether a class is from no installed library; FSDP's objects, say, hold freed memory."""
-    package = kind.__module__.partition(".")[0]
-    if package == "__main__":
+    package = _package(kind)
+    if package == "__main__" or package in packages:
         return True
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     if file is None or package == "lightning_dp" or package in sys.stdlib_module_names:
         return False
     return not {"site-packages", "dist-packages"} & set(PurePath(file).parts)
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def _copied(owner: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -119,6 +120,25 @@ def test_each_change_is_seen_and_put_back(name, is_cheap):
     assert Difference(place, kinds[0] if kinds else "attribute") in found
     before.restore()
     assert before.differences(now()) == ()
+
+
+def test_objects_of_an_installed_package_of_the_users_are_looked_into(tmp_path, monkeypatch):
+    package = tmp_path / "site-packages" / "hospital"
+    package.mkdir(parents=True)
+    package.joinpath("__init__.py").write_text("")
+    package.joinpath("state.py").write_text("class Mean:\n    value = 0.0\n")
+    package.joinpath("model.py").write_text(
+        "from lightning.pytorch import LightningModule\nfrom hospital.state import Mean\n"
+        "class Model(LightningModule):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.mean = Mean()\n"
+    )
+    monkeypatch.syspath_prepend(package.parent)
+    model = importlib.import_module("hospital.model").Model()
+
+    before = Snapshot.of(model)
+    model.mean.value = 1.0
+
+    assert [each.name for each in before.differences(Snapshot.of(model))] == ["mean.value"]
 
 
 def test_parameters_are_held_on_request_only():

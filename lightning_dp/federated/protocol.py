@@ -347,8 +347,9 @@ class AbstractServer(ABC):
 
     def load_state_dict(self, state: State) -> None:
         """Go on from there. Raises ValueError if the configuration was another."""
-        check_same(state["configuration"], self._configuration)
-        self._point, self._left = state["point"].clone(), set(state["left"])
+        earlier = {"quorum": MAJORITY}  # versions before it had a quorum wrote none
+        check_same(state["configuration"], self._configuration, earlier.get)
+        self._point, self._left = state["point"].clone(), set(state.get("left", ()))
 
     @property
     def _configuration(self) -> dict[str, object]:

@@ -437,14 +437,14 @@ class SynchronousServer(AbstractServer):
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
-        self._local, self._name = state["local"], str(state["name"])
+        self._local, self._name = state["local"], str(state.get("name", self._name))
         step, part = self._place = int(state["step"]), int(state["part"])
         # Where a worker goes on alone, the step's queries have all been answered.
         following = (step, part) if self._local is None else (step + 1, 0)
         self._driver = Driver(self.plan.estimator, state["estimator"], *following)
         self._reason, self._query, self._encoded = str(state["reason"]), None, ((), b"")
         self._ask()
-        self._missed = set(state["missed"])
+        self._missed = set(state.get("missed", ()))
 
 
 def _check_plan(plan: NoisePlan, noise: str) -> None:

@@ -36,6 +36,9 @@ class Ten:
 
     num_records, unit, has_products = 10, "record", True
 
+    def bounded_sum(self, query, records):
+        raise NotImplementedError
+
 
 FEDERATED = [
     door(AsyncServer, num_clients=2, run="trial", start=torch.zeros(1), plan=ASYNC_PLAN),
