@@ -152,9 +152,6 @@ class IsolationWatch:
             return
         self._is_first = False
         engine, config = self._step.engine, self._run.config
-        if config.runs_each_record_alone:
-            self._run.isolation = BY_CONSTRUCTION
-            return
         dry = None
         if config.checks.dry_run:
             dry = DryRun(
