@@ -138,19 +138,16 @@ class DryRun:
 
 
 class _FirstRun:
-    """A run of all samples: the norms of their gradients, and what comparisons take from it.
-
-    Where all gradients are shorter than C, the longest one is the unit.
-    """
+    """A run of all samples: the norms of their gradients, and what comparisons take from it."""
 
     def __init__(self, runner: Runner, samples: list[Any], clip_norm: float) -> None:
-        self.samples, self.unit, self._clip_norm = samples, clip_norm, clip_norm
+        self.samples, self.unit = samples, clip_norm
+        self._clip_norm, self._clipping = clip_norm, runner.passes.clipping
         half = len(samples) // 2
         self.halves = [list(range(half)), list(range(half, len(samples)))]
         self.norms = torch.zeros(len(samples), dtype=torch.float64)
         self._sizes = [number_of_entries([param]) for param in runner.params]
         self._looks: list[GradientSample] = []
-        self._clipping = runner.passes.clipping
         start = RandomState.seeded(runner.device, _FIRST)
         self._run = runner.run(samples, _plain(1.0), start, self._look)
 

@@ -177,8 +177,7 @@ def _numbers(setting: Setting) -> str:
         f"{s.num_records:,} {s.unit}s, {s.batch_size:g} a step on average (q = "
         f"{min(1.0, s.batch_size / s.num_records):.3g}), {start}{steps}"
         f"{f' ({epochs})' if math.isfinite(s.epochs) else ''}, noise multiplier z = "
-        f"{s.noise_multiplier:.3g}"
-        f"{f', clip norm C = {s.clip_norm:g}' if s.clip_norm < math.inf else ''}"
+        f"{s.noise_multiplier:.3g}{f', clip norm C = {s.clip_norm:g}' if s.clip_norm < math.inf else ''}"
     )
 
 

@@ -68,7 +68,7 @@ _VIEWS = "{} of each row that a step reads; the mean of their gradients is clipp
 def report_of_run(run: PrivateRun) -> PrivacyReport:
     """Return the report of a run, during or after a fit."""
     config, batches, epsilon = run.config, run.batches, float(run.epsilon)
-    of_plan, latest = run.epsilon_of_plan, run.noise_multiplier
+    of_plan, latest = run.epsilon_of_plan, run.noise_multiplier  # inf: nothing left, and no step
     journal = run.ledger.journal_path
     return PrivacyReport(
         epsilon=epsilon,
@@ -89,7 +89,6 @@ def report_of_run(run: PrivateRun) -> PrivacyReport:
         accountant_settings=_settings(config.accountant),
         mechanism=_mechanism(run),
         clip_norms=_clip_norms(run),
-        # Infinite where an earlier fit left nothing to calibrate noise for: no step had it.
         noise_multiplier=None if latest is None or latest == math.inf else float(latest),
         sample_rate=None if batches is None else float(batches.sample_rate),
         expected_batch_size=None if batches is None else float(batches.expected_batch_size),
@@ -423,10 +422,9 @@ class EarlierTraining:
             f"This model, or a part of it, was trained before under another privacy ledger "
             f"({', '.join(sorted(names))}), and neither counts the other. {spent} To "
             "count all in one place, give the same DifferentialPrivacy object to each fit (with a "
-            "noise_multiplier: calibrated noise leaves nothing after the first), or go on "
-            "with fit(ckpt_path=...); for a search see lightning_dp.search.Search and "
-            "lightning_dp.accounting.sweep_history. (If it saw other records, or was "
-            "initialised again since, each claim holds as it is.)",
+            "noise_multiplier: calibrated noise leaves nothing after the first), or go on with "
+            "fit(ckpt_path=...); for a search see lightning_dp.search.Search and sweep_history. "
+            "(If it saw other records, or was initialised again since, each claim holds as it is.)",
             topic="earlier-training",
         )
         _process.said.update((run.ledger.id, name) for name in names)

@@ -689,18 +689,14 @@ def _among(trainer: Trainer, given: Sequence[PrivacyCallback]) -> tuple[PrivacyC
 
 def _end_before_first_step(trainer: Trainer, run: PrivateRun, mechanism: Mechanism) -> None:
     """Stop the Trainer where the budget does not allow one step, and warn."""
-    noise = mechanism.next_noise_multiplier
-    too_small = (
-        f"does not allow one step with noise multiplier {noise:.4g}; raise target_epsilon or the "
-    )
-    too_small += "noise"
-    if noise == math.inf:  # it was to be calibrated, and an earlier fit took all
-        too_small = (
-            "leaves nothing to calibrate noise for; raise target_epsilon, or give a noise_multiplier "
-            "with which the first fit leaves room for the others"
+    z = f"{mechanism.next_noise_multiplier:.4g}"
+    why = f"does not allow one step with noise multiplier {z}; raise target_epsilon or the noise"
+    if z == "inf":  # it was to be calibrated, and an earlier fit took all
+        why = (
+            "leaves nothing to calibrate noise for; raise target_epsilon, or give noise_multiplier"
         )
     budget = f"the budget (ε = {run.config.target_epsilon} at δ = {run.config.target_delta}"
-    end_training(trainer, run, f"{budget}, {epsilon_text(run.epsilon)} of it spent) {too_small}")
+    end_training(trainer, run, f"{budget}, {epsilon_text(run.epsilon)} of it spent) {why}")
     if trainer.is_global_zero:
         warn(f"No training step was made: {run.stop_reason}.", topic="budget-exhausted")
 
