@@ -223,9 +223,10 @@ def server_app(
       for too long ends with the latest model, and goes on if it is started again.
     - The server's state is saved to ``server.pt`` before a request leaves that rests on it, or its
       model is evaluated: if the run dies, a new one with the same ``folder`` goes on from there.
-    - In ``folder`` are the files of the :class:`~lightning_dp.federated.logbook.Logbook`, and at the end
-      ``model.pt``, the module's ``state_dict``. ``epsilon`` of a client is what it claims, and
-      ``epsilon_of_plan`` what the rounds cost by the plan, if it is known. A claim that falls is logged.
+    - In ``folder`` are TensorBoard files and ``rounds.csv``, and at the end ``federation.json``, the page
+      ``federation.md`` with a picture, and ``model.pt``, the module's ``state_dict``. ``epsilon`` of a
+      client is what it claims, and ``epsilon_of_plan`` what the rounds cost by the plan, if it is
+      known. A claim that falls is logged.
 
     Assign the result at module level: Flower looks for it there.
 
