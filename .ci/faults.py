@@ -273,7 +273,7 @@ SEEN_BY = {  # the file that is tried first
         "norms_not_judged nothing_exchanged"
     ),
     "tests/isolation/test_dry_run.py": "constant_losses_pass",
-    "tests/isolation/test_findings.py": "forked_processes_release",
+    "tests/isolation/test_findings.py": "forked_processes_release callbacks_mix_records",
     "tests/isolation/test_schedule.py": "early_steps_left_out",
     "tests/isolation/test_state.py": (
         "versions_not_read twins_not_in_place thresholds_seem_public marks_of_nothing"
@@ -292,7 +292,7 @@ SEEN_BY = {  # the file that is tried first
     ),
     "tests/strategies/test_blocks.py": (
         "half_the_rate_of_a_round two_steps_unpaid column_norm_left_out nothing_remembered "
-        "memory_in_checkpoints"
+        "memory_in_checkpoints fixed_order_as_add_remove"
     ),
     "tests/strategies/test_clipping_rules.py": (
         "rule_for_twice_the_norm count_without_noise clip_norm_moves_the_other_way "
@@ -312,6 +312,7 @@ SEEN_BY = {  # the file that is tried first
         "skipped_charge rows_clipped_instead_of_users all_rows_of_a_user_read "
         "sums_of_views_for_their_mean"
     ),
+    "tests/strategies/test_weights.py": "written_weights_pass",
     "tests/test_clipping.py": "groups_bounded_by_the_largest gamma_beside_the_norm",
     "tests/test_correlated_noise.py": "cost_of_one_column cost_of_the_first_use",
     "tests/test_functional.py": "twice_the_clip_norm non_finite_records_count",
