@@ -569,9 +569,10 @@ class _Still:
         """Walk through all modules; what changed since an earlier walk counts as moving."""
         parts: _Parts = {}
         moving: dict[Path, tuple[str, nn.Module]] = {}
+        packages = _Walk.of(module).packages
         for path, name, each in _modules_in((), "", module, set()):
             found: _Parts = {}
-            _add(found, path, _Part(vars(each), name, "attribute", hidden, True), _Walk.of(module))
+            _add(found, path, _Part(vars(each), name, "attribute", hidden, True), _Walk(packages))
             children = (*path, "_modules")
             parts[children] = found.pop(children)
             known = {} if earlier is None else earlier.parts

@@ -394,15 +394,14 @@ class PrivateRun:
             self.ledger.begin(run, directory)
             if self.batches is not None:
                 self.ledger.note_data(self.batches.num_records, self.config.data_set)
-            if self.is_adaptive and self.config.target_epsilon is not None:
-                config, epsilon = self.config, self.config.target_epsilon
-                self.ledger.note_budget(epsilon, config.target_delta, config.relation)
         record = world.broadcast(self.ledger.state_dict())
         if not world.is_lead:
             self.ledger.mirror(record)
             self.ledger.begin(run)
         self._fit = fit = self._planned_fit(planned_steps, world, steps_before)
         target = self.config.target_epsilon
+        if target is not None and self.is_adaptive and world.is_lead:
+            self.ledger.note_budget(target, self.config.target_delta, self.config.relation)
         if target is not None and self.config.noise_multiplier is None and world.is_lead:
             is_replanned = self._is_replanned(fit.mechanism)
             self.ledger.note_plan(target, int(fit.end), is_replanned=is_replanned)

@@ -348,7 +348,10 @@ class JournalContent:
         if kind == _DATA and types in ([int, str], [int, type(None)]):
             self.data.add((items[0], items[1]))
         elif kind == _BUDGET and types == [float, float, str]:
-            self._add_budget(*items)
+            try:
+                self._add_budget(*items)
+            except ValueError as error:
+                raise self._damaged(f"line {position}: {text_of(error)}") from None
         elif kind == _WEIGHTS and set(types) <= {str}:
             self.weights.update(items)
         elif kind == _PLAN and types == [str, float, int, bool]:

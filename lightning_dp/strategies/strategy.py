@@ -475,6 +475,8 @@ class DifferentialPrivacyStrategy(Strategy):
         self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Run what the module goes back by, and note a fault if it is not the gradient of the loss."""
+        if not is_overridden("backward", self._module):
+            return super().backward(loss, optimizer, *args, **kwargs)
         seeds: list[Tensor] = []
         handle = loss.register_hook(seeds.append)  # type: ignore[no-untyped-call]
         found = super().backward(loss, optimizer, *args, **kwargs)

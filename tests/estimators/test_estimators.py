@@ -49,7 +49,7 @@ def run(estimator: AbstractEstimator, steps: int) -> tuple[list[Query], list[tor
 
 
 class TestContract:
-    """What every estimator promises."""
+    """The promises of every estimator."""
 
     def test_it_asks_for_at_least_the_planned_noise(self, estimator):
         queries, _, _ = run(estimator, 5)

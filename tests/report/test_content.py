@@ -84,7 +84,7 @@ def test_report_tells_what_ran(classifier, mlp, loader, make_trainer):
 
 
 def test_the_first_line_is_the_claim(report_of):
-    """What may be claimed whatever ended the run; and a warning word where it promises nothing."""
+    """The claims that hold whatever ended the run; and a warning word where it promises nothing."""
 
     def first(**changes):
         report = report_of(**changes)

@@ -55,7 +55,7 @@ PLACES = (
 
 
 def of_ours(module: nn.Module, plain: nn.Module) -> list[str]:
-    """What is on modules and parameters of a copy that a plain copy does not have."""
+    """List hooks and attributes of a copy that a plain copy does not have."""
     found = []
     for part, twin in zip(module.modules(), plain.modules(), strict=True):
         found += sorted(set(vars(part)) - set(vars(twin)))

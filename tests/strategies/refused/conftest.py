@@ -1,4 +1,4 @@
-"""What every refusal must leave behind: nothing."""
+"""Refusals of whole fits, each of which must leave nothing behind."""
 
 from __future__ import annotations
 

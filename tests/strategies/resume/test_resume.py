@@ -35,7 +35,7 @@ CHAIN_RECORDS, CHAIN_BATCH = (
 
 
 class Planted(Exception):
-    """What ends a fit in the middle."""
+    """The error that ends a fit in the middle."""
 
 
 class Stepping(L.LightningModule):
@@ -119,7 +119,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Trail:
-    """Where a Trainer is after a fit: whether it raised, its steps, epoch and all its progress."""
+    """Return the place of a Trainer after a fit: if it raised, its steps, epoch and all its progress."""
 
     ended: str
     global_step: int
@@ -258,7 +258,7 @@ PLACES = [(1, 0, 11), (1, 1, 4), (3, 0, 11), (3, 1, 5), (3, 0, 4), (3, 1, 0)]
 
 
 class Crash(Exception):
-    """What ends a run in the middle."""
+    """The error that ends a run in the middle."""
 
 
 class CrashAt(L.Callback):
@@ -349,7 +349,7 @@ def test_calibrated_noise_is_kept_and_spends_exactly_the_rest(fit, tmp_path):
 
 @pytest.mark.parametrize("sampling", [Poisson(), FullBatch()])
 def test_noise_of_a_fit_after_one_that_ended_early_is_said_to_follow_it(fit, sampling):
-    """Who ended the first fit may have looked; full batches add up for any noise."""
+    """Name the assumption of noise planned after a look; full batches add up for any noise."""
 
     class Stop(L.Callback):
         def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
