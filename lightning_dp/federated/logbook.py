@@ -27,6 +27,8 @@ _ANNEX = """
   By the plan: what this run's rounds cost at the noise that was agreed on, where it was.
 - Who answered and who was left out is public here; no ε covers it.
 """
+_SAMPLED = """- ε = {} at δ = {}, {}, of a whole client, by all runs over the list of clients, from the
+  server's ledger. It is for who sees released models, and not who was drawn."""
 
 
 class Problem(NamedTuple):
@@ -148,6 +150,7 @@ class Logbook:
             "rounds": machine.round,
             "ended": reason,
             "seeded": getattr(machine, "seed", None) is not None,
+            **_json(machine.facts),
             "metrics": _json(self._metrics),
             **self._counts,
             "clients": clients,
@@ -222,6 +225,9 @@ def federation_page(summary: Mapping[str, Any], attendance: Iterable[Presence]) 
             )
         if facts.get("trusts_server"):
             remarks.append(f"- Client {name} gave the server sums without noise, which it noised.")
+    if "epsilon" in summary:  # of the server's ledger
+        epsilon, delta = _number(summary, "epsilon"), _number(summary, "delta")
+        remarks.append(_SAMPLED.format(epsilon, delta, summary["relation"]))
     if summary.get("seeded"):
         remarks.append("- The server draws repeatable noise: a test, which protects nobody.")
     annex = _ANNEX.format(units=" or ".join(sorted(units)) or "its data")

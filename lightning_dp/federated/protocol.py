@@ -260,6 +260,11 @@ class AbstractServer(ABC):
         """The clients without whose replies the present stage does not end."""
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """Public facts about the run as a whole, for its report."""
+        return {}
+
+    @property
     def refused(self) -> set[int]:
         """The clients that have no budget left, and are asked no more."""
         return set(self._left)
