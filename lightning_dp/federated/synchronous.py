@@ -21,6 +21,7 @@ from lightning_dp._validate import (
     instance,
     normalise,
     not_negative,
+    number,
     one_of,
     optional,
     positive,
@@ -200,6 +201,7 @@ class ClientSampling:
         normalise(self, between("(0, 1]"), "rate")
         instance("ledger", self.ledger, ReleaseLedger)
         check_budget(self.target_epsilon, self.target_delta, self.relation)
+        normalise(self, number, "target_epsilon", "target_delta")
 
     def spending(self, run: str, plan: NoisePlan, rounds: int) -> Spending:
         """Return what a run asks of the list of clients."""
