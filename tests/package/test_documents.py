@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from lightning_dp import Checks
 from lightning_dp.callbacks import DifferentialPrivacy
 
