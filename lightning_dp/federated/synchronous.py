@@ -167,18 +167,16 @@ class ClientSampling:
     r"""A secret draw of the clients that count in a step, charged to a ledger of the server's own.
 
     Each client of the public list 0, ..., P - 1 is drawn with probability q, each by itself, in each
-    step. *All* of them are asked, and answer; the server releases
+    step. *All* of them are asked, and answer; with u_c = 0 for who is away, the server releases
 
-    .. math:: \sum_c b_c u_c + \mathcal N(0, (z_t C)^2 I), \quad \|u_c\| \le C, \quad P(b_c = 1) = q,
+    .. math:: \sum_c b_c u_c + \mathcal N(0, (z_t C)^2 I), \quad \|u_c\| \le C, \quad P(b_c = 1) = q.
 
-    where u_c = 0 for who is away. So whatever is sent, awaited, logged and saved is the same whoever is
-    drawn, but for the release. The draw is in the server's memory alone; one that dies before the
-    release draws anew. Given all that was released and sent before, one client moves the sum by at most C
-    with probability q: a Gaussian of multiplier z_t on a Poisson sample of rate q.
+    Nothing else depends on the draw, which is in the server's memory alone: one that dies before the
+    release draws again. Given all that left before, one client moves the sum by at most C, with
+    probability q: a Gaussian of multiplier z_t on a Poisson sample of rate q.
 
-    ε is about a whole client, for who sees the releases, and who answered when. Assumed: the server and
-    its memory are trusted. Whether a client answers is public, and not in ε. Towards the server, and so
-    in the clients' own ledgers, nothing is amplified.
+    ε is about a whole client, for who sees the releases and who answered when. Assumed: the server and
+    its memory are trusted. Towards it, and so in the clients' own ledgers, nothing is amplified.
 
     Args:
         rate: q in (0, 1].
