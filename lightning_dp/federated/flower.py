@@ -71,13 +71,11 @@ def client_app(
 ) -> ClientApp:
     """Return Flower's ClientApp that answers the requests of a protocol.
 
-    - Requests to one client are answered one after another, by a lock next to its ledger, also
-      when an expired message is still being worked on.
-    - An exception never leaves the client, since its message may tell of records: the server reads
-      that the client could not answer, and the client's log has the cause. A request that does not
-      keep to the plan, or a server whose module is another one, is refused before a charge.
+    A lock next to its ledger makes a client answer one request after another. An exception never
+    leaves it, since its message may tell of records: the client's log has the cause. A request that
+    does not keep to the plan, or a server whose module is another one, is refused before a charge.
 
-    Assign the result at module level: Flower looks for it there.
+    Assign the result at module level: Flower looks for it there. ``docs/federated.md`` has an example.
 
     Args:
         build: this client's records (:class:`~lightning_dp.federated.local.LocalRecords`), from
@@ -94,17 +92,6 @@ def client_app(
 
     Raises:
         ValueError: for a ``ledger_dir`` that is relative or a URL.
-
-    Example::
-
-        def build(context):
-            client = int(context.node_config["partition-id"])
-            return LocalRecords(MyModule(), my_records(client))
-
-        def protocol(context, run, records, ledger):
-            return AsyncClient(records, PLAN, PRIVACY, ledger, run=run)
-
-        app = client_app(build, protocol, ledger_dir="/var/lib/lightning-dp")
     """
     if not callable(ledger_dir):
         ledger_dir = fixed_folder("ledger_dir", ledger_dir)
@@ -214,19 +201,12 @@ def server_app(
 ) -> ServerApp:
     """Return Flower's ServerApp that runs a protocol to its end.
 
-    - At most one message is in flight to each client. A message that is lost, that expires or
-      whose client died is asked again, and the client answers with the same bytes.
-    - Replies are applied in any order, each once. One that cannot be used, whatever is wrong with it,
-      is logged, and its client is asked again; the others go on. By the server's
-      :class:`~lightning_dp.federated.protocol.Quorum` a round goes on without clients that are late
-      or wrong, with one line that names each and its latest problem; and a run that lacks its quorum
-      for too long ends with the latest model, and goes on if it is started again.
-    - The server's state is saved to ``server.pt`` before a request leaves that rests on it, or its
-      model is evaluated: if the run dies, a new one with the same ``folder`` goes on from there.
-    - In ``folder`` are TensorBoard files and ``rounds.csv``, and at the end ``federation.json``, the page
-      ``federation.md`` with a picture, and ``model.pt``, the module's ``state_dict``. ``epsilon`` of a
-      client is what it claims, and ``epsilon_of_plan`` what the rounds cost by the plan, if it is
-      known. A claim that falls is logged.
+    - A message that is lost, that expires or whose client died is asked again, and so is one whose
+      reply cannot be used. :class:`~lightning_dp.federated.Quorum` has when a round goes on.
+    - The state is saved to ``server.pt`` before a request leaves that rests on it, or its model is
+      evaluated: if the run dies, a new one with the same ``folder`` goes on from there.
+    - ``folder`` gets the files of :class:`~lightning_dp.federated.logbook.Logbook`, and at the end
+      ``model.pt``, the module's ``state_dict``.
 
     Assign the result at module level: Flower looks for it there.
 
@@ -549,7 +529,6 @@ class _ServerRun:
     logbook: Logbook
     _next_line: float = 0.0
     _is_saved: bool = False
-    _request: bytes | None = None  # the latest new one, which rests on the saved state
 
     def to_the_end(self) -> None:
         """Ask, collect and apply, until the protocol is done or lacks its quorum for too long."""
@@ -575,9 +554,7 @@ class _ServerRun:
         while not machine.is_done:
             for client in self.exchange.idle:
                 if (request := machine.request(client)) is not None:
-                    if request is not self._request:
-                        self._save_state()
-                    self._request = request
+                    self._save_state()
                     self.exchange.send(client, request)
             applied = [self._apply(reply) for reply in self.exchange.collect()]
             for problem in self.exchange.take_problems():

@@ -54,8 +54,8 @@ class Logbook:
     - TensorBoard files, and ``rounds.csv``, a line for each client and round, while it goes on; those
       of earlier runs in the folder are ``rounds-1.csv``, ``rounds-2.csv``, ....
     - At its end, also of a run that fails, ``federation.json``, and for people ``federation.md`` with
-      the picture ``federation.svg`` (where matplotlib is installed): ε of each client over the
-      rounds, and who was there.
+      the picture ``federation.svg`` (where matplotlib is installed). ``epsilon`` of a client is what
+      it claims, and ``epsilon_of_plan`` what the rounds cost by the plan, if it is known.
 
     Args:
         folder: made if it does not exist.

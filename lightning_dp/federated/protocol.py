@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_dp._config_dict import check_same, config_dict
 from lightning_dp._refusals import Refusal
 from lightning_dp._validate import above_0, instance, normalise, optional, whole
-from lightning_dp.accounting.events import AbstractEvent
+from lightning_dp.accounting.events import AbstractEvent, counted
 from lightning_dp.boundary import BoundedSum, Query, State
 from lightning_dp.functional import is_finite, length
 
@@ -309,9 +309,14 @@ class AbstractServer(ABC):
             MessageError: for any other bytes; nothing has changed then.
         """
 
-    def spent(self, num_records: int) -> list[tuple[AbstractEvent, int]] | None:
-        """Return what the plan's rounds so far cost a record of a client with so many; None: unknown."""
+    def cost(self, i: int, num_records: int) -> list[AbstractEvent] | None:
+        """Return what round i costs a record of a client with so many, by the plan; None: unknown."""
         return None
+
+    def spent(self, num_records: int) -> list[tuple[AbstractEvent, int]] | None:
+        """Return what the rounds so far cost together."""
+        found = [self.cost(i, num_records) for i in range(self.round)]
+        return None if None in found else counted((e, 1) for each in found for e in each or ())
 
     def _read(
         self, client: int, reply: bytes, numbers: tuple[str, ...], vectors: Mapping[str, str]

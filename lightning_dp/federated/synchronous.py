@@ -21,7 +21,6 @@ from lightning_dp._validate import (
     instance,
     normalise,
     not_negative,
-    number,
     one_of,
     optional,
     positive,
@@ -31,7 +30,7 @@ from lightning_dp._validate import (
 from lightning_dp._world import World
 from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.base import Relation
-from lightning_dp.accounting.events import AbstractEvent, counted
+from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.boundary import BoundedSum, Query, Release, State, Term, add_noise
 from lightning_dp.estimators.base import Driver, distance
 from lightning_dp.federated.client import (
@@ -48,7 +47,7 @@ from lightning_dp.federated.client import (
     noised_sum,
     parts,
 )
-from lightning_dp.federated.ledger import ReleaseLedger, Spending, check_budget
+from lightning_dp.federated.ledger import ReleaseLedger, Spending
 from lightning_dp.federated.protocol import (
     MAJORITY,
     REFUSED,
@@ -198,8 +197,6 @@ class ClientSampling:
     def __post_init__(self) -> None:
         normalise(self, between("(0, 1]"), "rate")
         instance("ledger", self.ledger, ReleaseLedger)
-        check_budget(self.target_epsilon, self.target_delta, self.relation)
-        normalise(self, number, "target_epsilon", "target_delta")
 
     def spending(self, run: str, plan: NoisePlan, rounds: int) -> Spending:
         """Return what a run asks of the list of clients."""
@@ -219,25 +216,11 @@ class ClientSampling:
 class SynchronousServer(AbstractServer):
     """x_(t+1) = x_t - η v_t, where v_t is an estimator's from the sum of all clients' answers.
 
-    At step t the estimator asks all clients the same query. Either
-
-    - ``noise="server"``: clients trust the server with their un-noised sums, and it noises the
-      total once. With :class:`~lightning_dp.Diff2` and ``FullBatch()`` this is DIFF2 with P
-      workers (Murata and Suzuki, 2023, Algorithm 1); or
-    - ``noise="client"``: each client noises its sum, and the server sees nothing else. The
-      total has √P times the noise.
-
-    A step is over when every client has answered, or its ``quorum`` has and the others are left out:
-    they count as zero, since the mean is over q_t N whoever answers. Who is left out of one query of
-    a step is not asked the further ones. Clients without budget leave. Answers beyond the
-    :func:`~lightning_dp.federated.protocol.norm_bound` are refused.
-
-    With ``sampling``, a secret draw decides which clients' answers count, and the mean is over
-    q q_t N. The clients must have themselves as the unit.
-
-    With a ``local_routine``, the step's worker then goes on alone on its records, and noises
-    each of its steps itself (DIFF2-BVR-L-SGD, Algorithm 4); the routine's η is used for the
-    server's step too.
+    At step t the estimator asks all clients the same query; the mean is over q_t N, whoever answers.
+    Who is left out of one query of a step is not asked the further ones. With
+    :class:`~lightning_dp.Diff2` and ``FullBatch()`` this is DIFF2 with P workers (Murata and Suzuki,
+    2023, Algorithm 1); with a ``local_routine``, the step's worker then goes on alone on its records,
+    and noises each of its steps itself (DIFF2-BVR-L-SGD, Algorithm 4).
 
     Args:
         run: the name of this federation, which clients' ledgers know it by.
@@ -247,10 +230,12 @@ class SynchronousServer(AbstractServer):
         num_clients: P; clients are 0, ..., P - 1.
         num_records: N over all clients, public; the mean is over q_t N.
         learning_rate: η > 0.
-        noise: the party that adds it.
-        local_routine: what the worker in turn does; without it, the step is the server's alone.
+        noise: the party that adds it. "server": it is trusted with un-noised sums, and noises the
+            total once. "client": each noises its sum, and the total has √P times the noise.
+        local_routine: what the worker in turn does, with the same η.
         quorum: when a step goes on without some clients.
-        sampling: of the clients, by a server that noises.
+        sampling: decides in secret whose answers count, where the server noises and the clients have
+            themselves as the unit; the mean is then over q q_t N.
         seed: for tests only: the same noise of the server each time; not the same draws.
 
     Raises:
@@ -340,10 +325,8 @@ class SynchronousServer(AbstractServer):
             return set()
         return late
 
-    def spent(self, num_records: int) -> list[tuple[AbstractEvent, int]] | None:
-        if self.local_routine is not None:
-            return None
-        return counted((self.plan.event(step), 1) for step in range(self.round))
+    def cost(self, i: int, num_records: int) -> list[AbstractEvent] | None:
+        return [self.plan.event(i)] if self.local_routine is None else None
 
     # -- one step ----------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPl
 from lightning_dp.federated.ledger import ReleaseLedger, Spending
 from lightning_dp.federated.synchronous import (
     BVRLSGD,
-    ClientSampling,
     QueryClient,
     SynchronousServer,
 )
@@ -81,7 +80,6 @@ FEDERATED = [
         min_batch_size=5.0,
         newton=CubicNewton(1.0, 0.0, inner_steps=2),
     ),
-    door(ClientSampling, rate=0.5, target_epsilon=1.0, target_delta=1e-05, ledger=LEDGER),
     door(Quorum, clients=2, wait=60.0, tries=3, patience=90.0),
     door(
         BVRLSGD,
