@@ -40,7 +40,7 @@ _log = logging.getLogger("lightning_dp.federated")
 _console = logging.getLogger("flwr")  # whose lines Flower shows
 
 _PAYLOAD, _BYTES, _FACTS = "payload", "bytes", "facts"
-_LARGEST_NUMBER, _LARGEST_SHOWN, _LONGEST_SHOWN = 2**63, 10**9, 300
+_LARGEST_NUMBER, _LONGEST_SHOWN = 2**63, 300
 _SHORTEST_PAUSE, _LONGEST_PAUSE, _BETWEEN_LINES = 0.001, 30.0, 10.0
 _STATE = "server.pt"
 # Flower's codes, in our words: the reason that comes with one may be anybody's text, and is shown
@@ -82,13 +82,11 @@ def client_app(
             Flower's context: which client it is says ``context.node_config["partition-id"]``.
             Called once in a process for each client.
         protocol: the client's state machine, from Flower's context, the name of the run, these
-            records and their ledger. Called for every request: a process may be a new one each time.
+            records and their ledger. Called for every request.
         ledger_dir: absolute path of a folder on this client's disk, with the ledger of the data set
-            ``client-`` and ``partition-id``. All runs over the data must use it, no other data may, and
-            its loss is the loss of what was spent.
+            ``client-`` and ``partition-id``. All runs over the data must use it, and no other data may.
         runs: the names of the federations that are answered (``name`` of
-            :func:`~lightning_dp.federated.flower.server_app`); None for any. Others are refused
-            before anything is built.
+            :func:`~lightning_dp.federated.flower.server_app`); None for any.
 
     Raises:
         ValueError: for a ``ledger_dir`` that is relative or a URL.
@@ -212,8 +210,7 @@ def server_app(
 
     Args:
         build: the LightningModule, from Flower's context (its ``run_config``). The protocol starts
-            at its trained weights. What is frozen does not go over the wire: clients must build the
-            same, and refuse a server whose frozen weights differ. The server needs no training data.
+            at its trained weights; frozen ones do not go over the wire, and must be the clients'.
         protocol: the server's state machine, from Flower's context, the name of the run (no other
             run has it) and the trained parameters as a flat vector.
         num_clients: how many clients take part, sooner or later.
@@ -300,11 +297,9 @@ class Exchange:
     """Finds the clients' nodes, sends, and collects what comes back, in any order.
 
     - Never two messages are in flight to one node; a reply that nobody waits for is dropped.
-    - A lost, expired, failed or unreadable message is noted. The next message to that node waits,
-      longer and longer, until a reply is applied.
+    - After a message that is lost or of no use, the next one to that node waits, longer and longer.
     - A client's number belongs to the first node that names it, until Flower no longer lists that
-      node. Another one that names it is asked again later: a node that was killed and started
-      again has a new id, and takes its place when the old one is gone.
+      node: one that was killed and started again has a new id, and is asked again later.
 
     The name of the ``run`` and the fingerprint of the server's ``module`` go with every message.
     """
@@ -407,14 +402,13 @@ class Exchange:
             if reason.startswith(_REFUSES):
                 raise MessageError(f"it answers {reason[:_LONGEST_SHOWN]!r}")
             raise MessageError(f"error {code}: {_CAUSES.get(code, 'of an unknown cause')}")
-        client, payload = flight.client, None
+        client, payload, facts = flight.client, None, _public_facts(message)
+        named = facts.get("client")
         if client is None:
-            client = self._introduce(flight.node, message)
+            client = self._introduce(flight.node, named)
         else:
             payload = payload_of(message)
-        facts = _public_facts(message)
-        named = facts.get("client")
-        if type(named) is int and named != client:
+        if named not in (None, client):
             self._free(flight)
             raise MessageError("its reply is another client's")
         return Reply(flight.node, client, payload, facts)
@@ -437,15 +431,12 @@ class Exchange:
             if self._not_before.get(node, 0.0) <= now:
                 self._push("query", node, None, b"")
 
-    def _introduce(self, node: int, message: Message) -> int:
+    def _introduce(self, node: int, client: Any) -> int:
         """Give a node the client's number that it names."""
-        client = facts_of(message).get("client")
-        if type(client) is not int or not 0 <= client < self._num_clients:
-            is_number = type(client) is int and abs(client) < _LARGEST_SHOWN
-            named = f"client {client}" if is_number else "no client"
+        if client is None or not 0 <= client < self._num_clients:
             raise MessageError(
-                f"it names itself {named}, but this run has num_clients={self._num_clients}. Give "
-                f"every SuperNode --node-config 'partition-id=I num-partitions={self._num_clients}'"
+                f"it names itself client {client}, but this run has num_clients={self._num_clients}. "
+                f"Give every SuperNode --node-config 'partition-id=I num-partitions={self._num_clients}'"
             )
         if self.nodes.get(client, node) != node:
             raise MessageError(
@@ -484,11 +475,7 @@ class Exchange:
 
 
 def _public_facts(message: Message) -> dict[str, Fact]:
-    """Return the facts of a client that are kept.
-
-    Facts are for people to read, so an answer is not lost for the sake of them: others than these,
-    and impossible ones, are left out.
-    """
+    """Return the facts of a client that are kept; an answer is not lost for the sake of others."""
     try:
         facts = facts_of(message)
     except MessageError:

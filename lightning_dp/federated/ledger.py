@@ -115,12 +115,8 @@ class Spending:
     def fits(self, charges: Sequence[AbstractEvent], spent: History) -> bool:
         """Return True if charges fit where several runs take turns, in an undeclared order.
 
-        The order may depend on what was released, so a plan's ε would not hold for it. These do:
-
-        - if all charges are alike, only their number matters: the accountant's ε;
-        - full batches: the sum of 1/z², as :class:`~lightning_dp.accounting.guards.GDPGuard` keeps it;
-        - else one Rényi order, as :class:`~lightning_dp.accounting.guards.RDPGuard` has it, that
-          depends on the budget alone. It costs some percent of the budget.
+        The order may depend on what was released, so a plan's ε would not hold for it. A number of
+        like charges, Σ 1/z² of full batches and one Rényi order do; the last costs some percent.
         """
         epsilon, delta, relation = self.target_epsilon, self.target_delta, self.relation
         if math.isinf(epsilon) or not charges:

@@ -150,7 +150,7 @@ class Logbook:
             "rounds": machine.round,
             "ended": reason,
             "seeded": getattr(machine, "seed", None) is not None,
-            **_json(machine.facts),
+            **_json(getattr(machine, "facts", {})),
             "metrics": _json(self._metrics),
             **self._counts,
             "clients": clients,

@@ -85,9 +85,6 @@ class BVRLSGD:
     Workers take turns: round r = 1, 2, ... is that of worker r mod P. The sum is over a fresh
     Poisson batch of expected size b = q n_p, and every x_k is released.
 
-    A state machine without data: ``ask`` for what the worker must answer, ``tell`` it the release.
-    The state is of plain types.
-
     Murata and Suzuki, DIFF2 (2023), Algorithm 4, with Poisson batches instead of fixed-size ones.
 
     Args:
@@ -99,16 +96,6 @@ class BVRLSGD:
 
     Raises:
         ValueError: naming the argument that is out of its range.
-
-    Example:
-        >>> routine = BVRLSGD(0.5, local_steps=2, diff_norm=1.0, noise_multiplier=3.0, sample_rate=0.1)
-        >>> state = routine.start(torch.tensor([1.0, 1.0]), torch.tensor([2.0, 0.0]))
-        >>> query = routine.ask(state)
-        >>> query.clip_norm, [term.weight for term in query.terms]
-        (1.0, [1.0, -1.0])
-        >>> state = routine.tell(state, Release(torch.tensor([0.0, 1.0]), noise_std=0.1))
-        >>> routine.ask(state) is None, state["x"]
-        (True, tensor([-1.0000,  0.5000]))
     """
 
     learning_rate: float
@@ -290,6 +277,7 @@ class SynchronousServer(AbstractServer):
 
     @property
     def facts(self) -> dict[str, Any]:
+        """Public facts about the run as a whole, for its report."""
         if (of := self.sampling) is None:
             return {}
         epsilon = of.ledger.epsilon(of.target_delta, of.relation)
@@ -407,14 +395,13 @@ class SynchronousServer(AbstractServer):
         """Return the release of a charged step as it is on disk: no other one ever leaves."""
 
         def make(rng: np.random.Generator) -> bytes:
-            released = self._release(query)
-            facts = {"noise_std": released.noise_std}
-            return Message(_ANSWER, facts, {"sum": released.value}).to_bytes()
+            made = self._release(query)
+            return Message("", {"noise_std": made.noise_std}, {"sum": made.value}).to_bytes()
 
         assert self.sampling is not None
-        kept = self.sampling.ledger.release(self._spending, self._place[0], 1, make)
-        message = Message.from_bytes(kept)
-        return Release.received(message.tensor("sum"), message["noise_std"])
+        content = self.sampling.ledger.release(self._spending, self._place[0], 1, make)
+        kept = Message.from_bytes(content)
+        return Release.received(kept.tensor("sum"), kept["noise_std"])
 
     # -- messages ----------------------------------------------------------------------------
 
