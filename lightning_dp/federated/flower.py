@@ -403,7 +403,7 @@ class Exchange:
                 raise MessageError(f"it answers {reason[:_LONGEST_SHOWN]!r}")
             raise MessageError(f"error {code}: {_CAUSES.get(code, 'of an unknown cause')}")
         client, payload, facts = flight.client, None, _public_facts(message)
-        named = facts.get("client")
+        named: Any = facts.get("client")
         if client is None:
             client = self._introduce(flight.node, named)
         else:
@@ -431,7 +431,7 @@ class Exchange:
             if self._not_before.get(node, 0.0) <= now:
                 self._push("query", node, None, b"")
 
-    def _introduce(self, node: int, client: Any) -> int:
+    def _introduce(self, node: int, client: int | None) -> int:
         """Give a node the client's number that it names."""
         if client is None or not 0 <= client < self._num_clients:
             raise MessageError(
