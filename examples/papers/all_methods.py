@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from archives import DATA_VARIABLE
 from common import (
     FEWEST_PAIRS,
     NOISES,
@@ -68,7 +69,6 @@ from lightning_dp.postprocessing import AbstractPostProcessor, LaplacianSmoothin
 from lightning_dp.sampling import Poisson
 from lightning_dp.schedules import AbstractSchedule, Constant, Exponential
 
-DATA_VARIABLE = "LIGHTNING_DP_DATA"
 DELTA = 1e-5
 EPSILONS = (1.0, 3.0, 0.3, 8.0)  # in the order of the work
 FIRST_NOISES = 5  # of each cell, before any is filled up

@@ -270,6 +270,20 @@ class Summary:
         factor = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) if count > 1 else math.nan
         return cls(float(np.mean(values)), deviation, factor * deviation / count**0.5, count)
 
+    def text(self, digits: int, unit: str = "") -> str:
+        """Mean ± standard deviation over runs, in brackets half the interval of the mean."""
+        return f"{self.mean:.{digits}f} ± {self.deviation:.{digits}f} (± {self.margin:.{digits}f}){unit}"
+
+    def gain(self, digits: int, p: float) -> str:
+        """Mean of paired differences ± half its interval, and the p of its test; bold below 0.05."""
+        mark = "**" if p < 0.05 else ""
+        text = f"{self.mean:+.{digits}f} ± {self.margin:.{digits}f}"
+        return f"{mark}{text}{mark} ({p_text(p)})"
+
+
+def p_text(p: float) -> str:
+    return "p < 0.001" if p < 1e-3 else f"p = {p:.2g}"
+
 
 def paired_p(some: Sequence[float], others: Sequence[float]) -> float:
     """Two-sided p of the Wilcoxon signed-rank test on pairs of runs with the same seed."""
@@ -291,6 +305,22 @@ def holm(values: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(values) - rank) * values[place]))
         adjusted[place] = largest
     return adjusted
+
+
+def gains_text(pairs: Sequence[tuple[np.ndarray, np.ndarray]], digits: int) -> list[str]:
+    """The gain of the first of each pair over the second; p by Wilcoxon, adjusted by Holm over all."""
+    adjusted = holm([paired_p(some, others) for some, others in pairs])
+    return [
+        Summary.of(np.subtract(*pair)).gain(digits, p)
+        for pair, p in zip(pairs, adjusted, strict=True)
+    ]
+
+
+TEST = (
+    "± is the standard deviation over runs, in brackets half the 95 % interval of the mean (Student). "
+    "Differences are paired by seed: mean ± half its 95 % interval, p by Wilcoxon's signed-rank test, "
+    "two-sided, adjusted over a table by Holm; bold where p < 0.05."
+)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -30,7 +30,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -40,7 +39,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from cubic_newton_data import DATA_VARIABLE, SETS, Problem, is_there, problem
+from archives import DATA_VARIABLE, folder_of
+from cubic_newton_data import SETS, Problem, is_there, problem
 from cubic_newton_report import draw, print_set
 from cubic_newton_run import Setting, Trace, execute, noise_multiplier, sweep
 from torch import Tensor
@@ -254,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     given = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(given)
-    folder = options.data or os.environ.get(DATA_VARIABLE, "")
+    folder = folder_of(options.data)
     names = options.sets or (["phishing"] if options.quick else list(SETS))
     names = [name for name in names if is_there(name, folder)]
     if not names:

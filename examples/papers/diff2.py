@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import math
 import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -39,8 +38,9 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
+from archives import DATA_VARIABLE, folder_of
 from common import finished
-from diff2_data import DATA_VARIABLE, SETS, raw, split
+from diff2_data import SETS, raw, split
 from diff2_model import HIDDEN
 from diff2_report import draw, print_noise, print_results, write_tried
 from diff2_run import DELTA, Noise, Run, Setting, Trace, execute, walk
@@ -310,7 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     given = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(given)
-    folder = options.data or os.environ.get(DATA_VARIABLE, "")
+    folder = folder_of(options.data)
     default = ["california"] if options.quick or options.settled else ["california", "gas"]
     names = options.sets or (list(SETS) if options.all else default)
     names = [name for name in names if raw(name, folder) is not None]

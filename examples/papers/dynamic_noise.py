@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import math
 import multiprocessing
-import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -36,7 +35,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import dynamic_noise_minibatches as minibatches
-from dynamic_noise_data import DATA_VARIABLE, has_mnist
+from archives import DATA_VARIABLE, folder_of, mnist
 from dynamic_noise_report import draw, print_table, print_verdict
 from dynamic_noise_run import (
     DELTA,
@@ -96,9 +95,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the pictures")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     options = parser.parse_args()
-    folder = options.data or os.environ.get(DATA_VARIABLE, "")
-    if not has_mnist(folder):
-        raise SystemExit(2)
+    folder = folder_of(options.data)
+    mnist(folder)
     options.output.mkdir(parents=True, exist_ok=True)
     print("# Dynamic noise\n\n    python examples/papers/dynamic_noise.py --data DIR", end="")
     print(" --quick" * options.quick, f"--parts {' '.join(map(str, options.parts))}")

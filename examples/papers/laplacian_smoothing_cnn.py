@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from dynamic_noise_data import mnist
+from archives import mnist
 from laplacian_smoothing_data import cifar10
 from torch import Tensor, nn
 
