@@ -36,6 +36,7 @@ import matplotlib
 matplotlib.use("Agg")
 import dynamic_noise_minibatches as minibatches
 from archives import DATA_VARIABLE, folder_of, mnist
+from common import NOISES
 from dynamic_noise_report import draw, print_table, print_verdict
 from dynamic_noise_run import (
     DELTA,
@@ -92,14 +93,21 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small part, in about 2 minutes")
     parser.add_argument("--parts", type=int, nargs="+", default=[1, 2], help="1, 2 or both")
     parser.add_argument("--seeds", type=int, help="of part 2; default: 20, or 2 with --quick")
+    parser.add_argument(
+        "--epsilons", type=float, nargs="+", default=[0.5, 1.0, 3.0], help="of part 2"
+    )
+    networks = minibatches.NETWORKS
+    parser.add_argument(
+        "--networks", nargs="+", choices=networks, default=networks, help="of part 2"
+    )
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the pictures")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     options = parser.parse_args()
     folder = folder_of(options.data)
     mnist(folder)
     options.output.mkdir(parents=True, exist_ok=True)
-    print("# Dynamic noise\n\n    python examples/papers/dynamic_noise.py --data DIR", end="")
-    print(" --quick" * options.quick, f"--parts {' '.join(map(str, options.parts))}")
+    given = " ".join("DIR" if word == options.data else word for word in sys.argv[1:])
+    print(f"# Dynamic noise\n\n    python examples/papers/dynamic_noise.py {given}")
     packages = ("lightning-dp", "torch", "lightning", "opacus", "numpy", "scipy")
     print(f"\nPython {sys.version.split()[0]}, {', '.join(f'{p} {version(p)}' for p in packages)}")
     start = time.perf_counter()
@@ -109,8 +117,9 @@ def main() -> None:
             protocol(pool, folder, QUICK if options.quick else FULL, options.output)
             print(f"\n({time.perf_counter() - start:.0f} s)", flush=True)
         if 2 in options.parts:
-            seeds = options.seeds or (2 if options.quick else 20)
-            minibatches.compare(pool, folder, options.output, seeds, quick=options.quick)
+            seeds = options.seeds or (2 if options.quick else NOISES)
+            which = seeds, options.epsilons, options.networks
+            minibatches.compare(pool, folder, options.output, *which, quick=options.quick)
     print(f"\n({time.perf_counter() - start:.0f} s in all; pictures in {options.output})")
 
 

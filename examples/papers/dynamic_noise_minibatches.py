@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -132,11 +132,18 @@ def fit(run: Run) -> tuple[float, float, float]:
 
 
 def compare(
-    pool: ProcessPoolExecutor, folder: str, output: Path, seeds: int, *, quick: bool
+    pool: ProcessPoolExecutor,
+    folder: str,
+    output: Path,
+    seeds: int,
+    epsilons: Sequence[float],
+    networks: Sequence[str],
+    *,
+    quick: bool,
 ) -> None:
     """Tables and pictures of decreasing against constant noise at equal ε."""
     lasts = (1.0, 0.25) if quick else tuple(LASTS)
-    epsilons = (1.0,) if quick else (0.5, 1.0, 3.0)
+    epsilons = (1.0,) if quick else epsilons
     records, epochs = (2000, 3) if quick else (10_000, 4)
     settings = [
         ("logistic regression", 0.1, epochs),
@@ -145,7 +152,7 @@ def compare(
         ("logistic regression", 1.0, 3 * epochs),
         ("small CNN", 0.5, epochs),
     ]
-    settings = settings[1:5:3] if quick else settings
+    settings = settings[1:5:3] if quick else [each for each in settings if each[0] in networks]
     base = Run(folder, "", 0, 0, 0, 0, records, 0)
     runs = [
         replace(base, network=n, learning_rate=r, epochs=e, epsilon=eps, last=last, seed=seed)
