@@ -149,7 +149,7 @@ def growth_part(options: argparse.Namespace) -> None:
     }
     growths["i / ln i"] = LogSizes(each)
     rounds = [str(rounds_for(sizes, gradients)) for sizes in growths.values()]
-    rows = [["rounds", "", *rounds]]
+    print(table(["data", "loss", *growths], [["rounds", "", *rounds]]), flush=True)
     for name in ["a9a"] if options.quick else ["a9a", "covertype_subset"]:
         for convex in strongly_convex(options):
             steps = InverseSteps(0.01, 0.001) if convex else InverseRootSteps(0.01, 0.01)
@@ -158,10 +158,10 @@ def growth_part(options: argparse.Namespace) -> None:
                 for sizes in growths.values()
             ]
             kind = "strongly convex" if convex else "convex"
-            rows.append([name, kind, *(Summary.of(values).text(4) for values in found)])
             gains = gains_text([(values, found[0]) for values in found[1:]], 4)
-            rows.append(["", "gain over c = 0", "", *gains])
-    print(table(["data", "loss", *growths], rows), flush=True)
+            cells = [Summary.of(values).text(4) for values in found]
+            print(f"| {name} | {kind} | {' | '.join(cells)} |")
+            print(f"| | gain over c = 0 | | {' | '.join(gains)} |", flush=True)
 
 
 def lag_part(options: argparse.Namespace) -> None:

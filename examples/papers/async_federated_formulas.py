@@ -70,11 +70,11 @@ class PaperSelection:
 
     Args:
         initial_size: s_0.
-        num_records: N.
+        num_records: N of the client.
         sigma: σ.
         epsilon: ε that the theorem is to promise.
         epochs: K / N.
-        power: p.
+        power: p of the sizes.
         r0: r0.
         rate, offset: q and m of s_i = ⌈N q (i + m)^p⌉.
         rounds: T ≈ ((p + 1) K / (N q))^(1/(p + 1)).
@@ -111,14 +111,14 @@ class PaperSelection:
 
     @property
     def sizes(self) -> PowerSizes | PolynomialSizes:
-        """s_i; for p = 1 as the paper rounds it: s_0 + ⌈N q i⌉."""
+        """s_i, for p = 1 as the paper rounds it, s_0 + ⌈N q i⌉."""
         if self.power == 1:
             return PolynomialSizes(self.num_records * self.rate, self.initial_size)
         return PowerSizes(self.num_records, self.rate, self.offset, self.power)
 
     @property
     def rounds_needed(self) -> int:
-        """Rounds of these sizes until K gradients: fewer than T, which is an approximation."""
+        """Rounds of these sizes until K gradients, fewer than T, which is an approximation."""
         return rounds_for(self.sizes, self.epochs * self.num_records)
 
 
@@ -160,7 +160,7 @@ def paper_selection(
 
     Args:
         initial_size: s_0 >= 1.
-        num_records: N.
+        num_records: N of the client.
         sigma: σ.
         epsilon: ε.
         epochs: K / N > 0.

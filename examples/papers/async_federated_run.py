@@ -86,7 +86,7 @@ def federate(
 
 
 def strongly_convex(options: argparse.Namespace) -> list[bool]:
-    """Whether, for each of the losses that were asked for."""
+    """Return, for each of the losses that were asked for, whether it is strongly convex."""
     return [LOSSES[name] for name in options.loss]
 
 

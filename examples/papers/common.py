@@ -10,12 +10,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import random
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -175,6 +178,15 @@ class Agenda:
 
 
 # -- running and resuming --------------------------------------------------------------------------
+
+
+def print_heading(title: str, arguments: Sequence[str], data: str | None) -> None:
+    """Print the title of a script's output, its command, and the versions that it runs with."""
+    words = ["DIR" if word == data else word for word in arguments]
+    print(f"# {title}\n\n    python examples/papers/{Path(sys.argv[0]).name} {' '.join(words)}")
+    packages = ("lightning-dp", "lightning", "torch", "numpy", "scipy", "scikit-learn")
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    print(f"\nPython {platform.python_version()}, {versions}", flush=True)
 
 
 def finished(make: Callable[..., Any], *arguments: Any) -> Any:

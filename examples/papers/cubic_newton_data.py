@@ -13,7 +13,7 @@ from archives import Arrays, find, read
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
-TEST_SHARE = 0.2  # where a set has no test part of its own
+TEST_SHARE = 0.2  # where a set has no test part
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ SETS = {
 
 
 def is_there(name: str, folder: str) -> bool:
-    """Whether a set can be read; says so if not."""
+    """Return whether a set can be read; says so if not."""
     return find(SETS[name].title, folder, name) is not None
 
 

@@ -18,7 +18,7 @@ WORKERS, TRAIN_SHARE = 10, 0.8
 
 @dataclass(frozen=True)
 class DataSet:
-    """How a data set is found and prepared.
+    """A data set, found and prepared.
 
     Args:
         archives: names its .npz file may have in the folder given with --data.

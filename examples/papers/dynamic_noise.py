@@ -1,4 +1,4 @@
-"""When does noise that decreases over the run beat constant noise at equal privacy?
+"""Does noise that decreases over the run beat constant noise at equal privacy?
 
     python examples/papers/dynamic_noise.py --data DIR [--quick] [--output DIR]
 
@@ -28,7 +28,7 @@ import multiprocessing
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -36,7 +36,7 @@ import matplotlib
 matplotlib.use("Agg")
 import dynamic_noise_minibatches as minibatches
 from archives import DATA_VARIABLE, folder_of, mnist
-from common import NOISES
+from common import NOISES, finished, print_heading
 from dynamic_noise_report import draw, print_table, print_verdict
 from dynamic_noise_run import (
     DELTA,
@@ -69,7 +69,7 @@ def protocol(pool: ProcessPoolExecutor, folder: str, size: Size, output: Path) -
     linear = (*HESSIAN, "squared, retrained", "logistic", "synthetic, logistic")
     tasks = [Task("network", folder, scale, size) for scale in size.network_scales]
     tasks += [Task(name, folder, scale, size) for name in linear for scale in size.data_scales]
-    cells = list(pool.map(run_task, tasks))
+    cells = list(pool.map(partial(finished, run_task), tasks))
     cells = [cell for name in (*linear, "network") for cell in cells if cell.name == name]
     exact = exact_budget()
     paper = gdp_epsilon(math.sqrt(PAPER_BUDGET), DELTA)
@@ -106,10 +106,7 @@ def main() -> None:
     folder = folder_of(options.data)
     mnist(folder)
     options.output.mkdir(parents=True, exist_ok=True)
-    given = " ".join("DIR" if word == options.data else word for word in sys.argv[1:])
-    print(f"# Dynamic noise\n\n    python examples/papers/dynamic_noise.py {given}")
-    packages = ("lightning-dp", "torch", "lightning", "opacus", "numpy", "scipy")
-    print(f"\nPython {sys.version.split()[0]}, {', '.join(f'{p} {version(p)}' for p in packages)}")
+    print_heading("Dynamic noise", sys.argv[1:], options.data)
     start = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:

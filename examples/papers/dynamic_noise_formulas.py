@@ -24,7 +24,7 @@ def paper_noise(influence: Sequence[float], budget: float) -> list[float]:
 
     Args:
         influence: q_t of each step, finite and greater than 0.
-        budget: R.
+        budget: R of the run.
 
     Example:
         >>> paper_noise([1.0, 1.0, 1.0, 1.0], budget=1.0)
@@ -54,8 +54,8 @@ def paper_dynamic_gd_noise(kappa: float, steps: int, budget: float) -> list[floa
 
     Args:
         kappa: κ > 1.
-        steps: T.
-        budget: R.
+        steps: T of the run.
+        budget: R of the run.
 
     Example:
         >>> noise = paper_dynamic_gd_noise(kappa=10.0, steps=50, budget=0.3927)

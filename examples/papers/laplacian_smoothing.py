@@ -15,10 +15,10 @@ pieces, and then goes beyond them:
 
 DIR holds mnist.npz or torchvision's MNIST/raw, and CIFAR-10 in one of several layouts (part 4 says
 which; it is left out without them); LIGHTNING_DP_DATA does the same. Pictures go to
-./outputs/laplacian_smoothing, and so does the file of finished CNN runs, from which an interrupted
-run goes on. Learning rates are chosen on validation data, which ε does not cover: these are
-experiments on public data. Seeds are fixed so that the tables can be made again, which no private
-run may do.
+./outputs/laplacian_smoothing. A script that was stopped goes on where it was: finished runs lie in
+./outputs/finished_runs (LIGHTNING_DP_RUNS). Learning rates are chosen on validation data, which ε
+does not cover: these are experiments on public data. Seeds are fixed so that the tables can be made
+again, which no private run may do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 
 import laplacian_smoothing_cnn as cnn
@@ -39,7 +38,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from archives import DATA_VARIABLE, folder_of, mnist
-from common import NOISES, TEST, Summary, finished, gains_text, table
+from common import NOISES, TEST, Summary, finished, gains_text, print_heading, table
 from laplacian_smoothing_data import CIFAR10_LAYOUTS, has_cifar10
 from laplacian_smoothing_logistic import (
     DELTA,
@@ -82,7 +81,7 @@ Results = Mapping[tuple[float, int], np.ndarray]  # (ε, σ) -> accuracies of al
 
 @dataclass(frozen=True)
 class Size:
-    """How much of part 1 is computed."""
+    """Amount of computation in part 1."""
 
     epsilons: tuple[float, ...]
     sigmas: tuple[int, ...]
@@ -249,23 +248,18 @@ def header(size: Size) -> list[str]:
 
 def print_runs(done: Mapping[cnn.Run, cnn.Outcome]) -> None:
     """Accuracy on the way and at the end, and how much it moved over the last third."""
-    print(
-        "\n| z | ε at the end | method | σ | rate | a third | two thirds | end | mean and std of the "
-        "last third | best | end, mean of the epoch's iterates |"
-    )
-    print("|---" * 11 + "|")
+    rows = []
     for run, outcome in done.items():
         last, third = np.array(outcome.last), max(1, run.epochs // 3)
-        tail = last[-third:]
+        tail, two = last[-third:], last[min(2 * third, len(last)) - 1]
         cells = [f"{run.noise_multiplier:g}", f"{run.spent(run.epochs):.3f}", run.method]
         cells += [f"{run.sigma:g}", f"{run.learning_rate:g}"]
-        cells += [
-            f"{value:.1f}"
-            for value in (last[third - 1], last[min(2 * third, len(last)) - 1], last[-1])
-        ]
+        cells += [f"{value:.1f}" for value in (last[third - 1], two, last[-1])]
         cells += [f"{tail.mean():.1f} ± {tail.std():.1f}", f"{last.max():.1f}"]
-        print("| " + " | ".join([*cells, f"{outcome.average[-1]:.1f}"]) + " |")
-    sys.stdout.flush()
+        rows.append([*cells, f"{outcome.average[-1]:.1f}"])
+    header = ("z", "ε at the end", "method", "σ", "rate", "a third", "two thirds", "end")
+    tail = ("mean and std of the last third", "best", "end, mean of the epoch's iterates")
+    print(f"\n{table((*header, *tail), rows)}", flush=True)
 
 
 def plot_runs(ax: plt.Axes, done: Mapping[cnn.Run, cnn.Outcome], label: str, title: str) -> None:
@@ -302,11 +296,7 @@ def convolutional(part: str, folder: str, output: Path, size: cnn.Size) -> None:
         "runs of a noise multiplier share batches and noise."
     )
     sys.stdout.flush()
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    done = cnn.fit_all(runs, folder, output / f"{part}.jsonl", say)
+    done = {run: finished(cnn.fit, run, folder) for run in runs}
     print_runs(done)
     if part == "mnist":
         figure, grid = plt.subplots(2, 2, figsize=(10, 7))
@@ -341,12 +331,7 @@ def main() -> None:
     mnist(folder)
     torch.set_num_threads(1)
     options.output.mkdir(parents=True, exist_ok=True)
-    command = " --quick" * options.quick + (f" --only {options.only}" if options.only else "")
-    command += " --settled" * options.settled
-    print("# Laplacian smoothing\n")
-    print(f"    python examples/papers/laplacian_smoothing.py --data DIR{command}\n")
-    packages = ("lightning-dp", "torch", "numpy", "scipy")
-    print(f"Python {sys.version.split()[0]}, {', '.join(f'{p} {version(p)}' for p in packages)}")
+    print_heading("Laplacian smoothing", sys.argv[1:], options.data)
     for part in [options.only] if options.only else PARTS:
         start = time.perf_counter()
         if part in ("paper", "tuned"):

@@ -66,7 +66,7 @@ def test_it_runs_on_small_archives(run_paper, tmp_path):
     assert done.stdout.count("## ") == 6
 
 
-# -- the paper's parameter selection prints the paper's numbers; the true ε stands beside the ----
+# -- the paper's parameter selection prints the paper's numbers, and the true ε ----------------------
 
 
 EXACT, ROUNDED = 1e-12, 1e-6
