@@ -282,9 +282,11 @@ class Summary:
         factor = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) if count > 1 else math.nan
         return cls(float(np.mean(values)), deviation, factor * deviation / count**0.5, count)
 
-    def text(self, digits: int, unit: str = "") -> str:
+    def text(self, digits: int, unit: str = "", note: str = "") -> str:
         """Mean ± standard deviation over runs, in brackets half the interval of the mean."""
-        return f"{self.mean:.{digits}f} ± {self.deviation:.{digits}f} (± {self.margin:.{digits}f}){unit}"
+        numbers = (self.mean, self.deviation, self.margin)
+        mean, deviation, margin = (f"{number:.{digits}f}" for number in numbers)
+        return f"{mean} ± {deviation} (± {margin}{note}){unit}"
 
     def gain(self, digits: int, p: float) -> str:
         """Mean of paired differences ± half its interval, and the p of its test; bold below 0.05."""
