@@ -80,22 +80,17 @@ class GhostClipping(AbstractLayerEngine):
 
     name = "ghost"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._params: Sequence[nn.Parameter] = ()
-
-    def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-        self.detach()
-        self._recorder, self._params = Recorder(module, params, _SavedInputs), params
+    def __init__(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
+        super().__init__(module, params, _SavedInputs)
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
         self._found = None
-        calls = self._attached.take(loss)
+        calls = self._recorder.take(loss)
         if combined or keep_graph:
             raise UnsupportedModelError(
                 _SEVERAL if combined else _NEEDED, topic="unsupported-model"
             )
-        passes = _Passes(self._attached, self._params, loss, calls)
+        passes = _Passes(self._recorder, self._params, loss, calls)
         squares: dict[int, list[Tensor]] = {}
 
         def add(place: int, records: slice, gradients: ParameterGradients) -> None:
@@ -106,11 +101,7 @@ class GhostClipping(AbstractLayerEngine):
         self._found = partial(GhostGradients, self._params, passes, norms)
 
     def repeating(self) -> AbstractContextManager[None]:
-        return self._attached.repeating()
-
-    def detach(self) -> None:
-        super().detach()
-        self._params = ()
+        return self._recorder.repeating()
 
 
 class _Save(torch.autograd.Function):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import is_
 from typing import Any, Literal
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from lightning_dp._refusals import RefusedRun
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
     AbstractPerSampleGradients,
@@ -56,7 +55,7 @@ class Recorder:
     """Forward hooks that record every call of a layer with trained parameters.
 
     Args:
-        module, params: as for :meth:`AbstractGradientEngine.attach`.
+        module, params: as for :class:`AbstractGradientEngine`.
         keeps: holds the inputs of a call.
         units: layers of no known type run again for each record.
     """
@@ -85,19 +84,12 @@ class Recorder:
         # Along a direction other tensors stand in the places of the parameters.
         self._held = {layer: tuple(layer._parameters.values()) for layer in rules}
         self._used = {layer: [id(param) for param in _used_by(layer)] for layer in rules}
-        self._hooks = ModuleHooks()
+        self.hooks = ModuleHooks()
+        """On the layers while they are watched."""
         for layer, rule in rules.items():  # before the user's hooks, which may change the output
             register = partial(layer.register_forward_hook, prepend=True, with_kwargs=True)
-            self._hooks.add(layer, register, partial(self._watch, rule))
-        self.whole.hang_on(self._hooks)
-
-    def take_off(self) -> None:
-        """Leave the model as it was."""
-        self._hooks.take_off()
-
-    def put_on(self) -> None:
-        """Watch the model again."""
-        self._hooks.put_on()
+            self.hooks.add(layer, register, partial(self._watch, rule))
+        self.whole.hang_on(self.hooks)
 
     def drop(self) -> None:
         """Forget what was recorded."""
@@ -117,16 +109,13 @@ class Recorder:
     @contextmanager
     def repeating(self) -> Iterator[None]:
         """Inside, what checkpoints run again saves what it saved before; it is not recorded."""
-        is_on = self._hooks.are_on
         seen = self._calls, self._problem, self._unseen
         self.drop()
-        self.put_on()
         try:
-            yield
+            with self.hooks.on():
+                yield
         finally:
             self._calls, self._problem, self._unseen = seen
-            if not is_on:
-                self.take_off()
 
     def _watch(
         self,
@@ -236,45 +225,35 @@ def _rules_of_layers(
 
 
 class AbstractLayerEngine(AbstractGradientEngine):
-    """An engine that sees a model through a :class:`Recorder`, which ``attach`` makes."""
+    """An engine that sees a model through a :class:`Recorder`."""
 
     keeps_compiled = True
 
-    def __init__(self) -> None:
-        self._recorder: Recorder | None = None
-
-    @property
-    def _attached(self) -> Recorder:
-        if self._recorder is None:
-            raise RefusedRun(
-                "The engine watches no model: attach() must come first.", topic="out-of-order"
-            )
-        return self._recorder
+    def __init__(
+        self,
+        module: nn.Module,
+        params: Sequence[nn.Parameter],
+        keeps: Callable[[Sequence[Tensor], Tensor], KeptInputs] = KeptInputs,
+        *,
+        units: bool = False,
+    ) -> None:
+        super().__init__(module, params)
+        self._recorder = Recorder(module, params, keeps, units=units)
+        self._memory = ScratchPool()
 
     def run(self, forward: Forward, batch: SampleBatch, around: Around | None = None) -> Any:
-        self._attached.owners = batch.owners
+        self._recorder.owners = batch.owners
         return super().run(forward, batch, around)
 
+    def watching(self) -> AbstractContextManager[None]:
+        return self._recorder.hooks.on()
+
     def outputs_of_layers(self) -> Collection[Any]:
-        return self._attached.outputs()
+        return self._recorder.outputs()
 
     def drop(self) -> None:
         super().drop()
-        if self._recorder is not None:
-            self._recorder.drop()
-
-    def rest(self) -> None:
-        if self._recorder is not None:
-            self._recorder.take_off()
-
-    def wake(self) -> None:
-        if self._recorder is not None:
-            self._recorder.put_on()
-
-    def detach(self) -> None:
-        self.rest()
-        self.drop()  # the recorder's hooks know it, so that it is freed late
-        self._recorder = None
+        self._recorder.drop()
 
 
 class LayerCalls(AbstractLayerEngine):
@@ -303,20 +282,8 @@ class LayerCalls(AbstractLayerEngine):
     name = "layers"
     has_products = True
 
-    def __init__(self, *, units: bool = False) -> None:
-        super().__init__()
-        self._units = units
-        self._module: nn.Module | None = None
-        self._params: Sequence[nn.Parameter] = ()
-        self._memory = ScratchPool()
-
-    def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-        self.detach()
-        self._recorder = Recorder(module, params, units=self._units)
-        self._module, self._params = module, params
-
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
-        whole = self._attached.whole
+        whole = self._recorder.whole
         sums = CallSums(self._params, self._memory, combined=combined, trained=whole.trained)
         self._go_back(loss, sums, keep_graph=keep_graph)
 
@@ -324,29 +291,23 @@ class LayerCalls(AbstractLayerEngine):
         self, loss: Tensor, sums: CallSums, *, keep_graph: bool = False, along: bool = False
     ) -> None:
         self._found = None
-        calls = self._attached.take(loss)
+        calls = self._recorder.take(loss)
 
         def done(call: Call, gradient: Tensor | None) -> None:
             with as_unsupported(call.name, call.layer):
                 sums.take(call, gradient)
 
-        with self._attached.recording("nothing"):
+        with self._recorder.recording("nothing"):
             go_back(loss, calls, done, keep_graph=keep_graph, along=along)
         self._found = sums.gradients
 
     def along(
         self, run_again: Callable[[], Tensor], direction: Tensor, weights: tuple[float, float]
     ) -> AbstractPerSampleGradients:
-        assert self._module is not None
-
         def run(duals: Sequence[Tensor]) -> None:
             sums = DualSums(self._params, self._memory, duals, weights)
             self._go_back(run_again(), sums, along=True)
 
-        with self._attached.recording("duals"):
+        with self._recorder.recording("duals"):
             run_along(self._module, self._params, direction, run)
         return self.take(1.0)
-
-    def detach(self) -> None:
-        super().detach()
-        self._module, self._params, self._memory = None, (), ScratchPool()

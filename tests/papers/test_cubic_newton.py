@@ -68,12 +68,13 @@ class Margin(nn.Module):
 
 def by_the_engine(x: Tensor, point: Tensor, direction: Tensor | None, query: Query) -> Tensor:
     """The clipped sum by the package's engine, from an ordinary model."""
-    model, engine = Margin(point), LayerCalls()
+    model = Margin(point)
     params = list(model.parameters())
-    engine.attach(model, params)
+    engine = LayerCalls(model, params)
 
     def run() -> Tensor:
-        return nn.functional.softplus(-model(x)).mean()
+        with engine.watching():
+            return nn.functional.softplus(-model(x)).mean()
 
     if direction is None:
         engine.backward(run())
