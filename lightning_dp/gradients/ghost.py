@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial, reduce
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -268,10 +268,8 @@ class GhostGradients(AbstractPerSampleGradients):
         return self._count
 
     def norms(self) -> Tensor:
-        if not self._squares:
-            return torch.zeros(0, dtype=torch.float64)
-        total = reduce(torch.add, self._squares.values())
-        return where_used(total.sqrt() * abs(self._factor), self._params[0].device)
+        norms: Tensor = torch.linalg.vector_norm(self.norms_by_parameter(), dim=1)
+        return norms
 
     def norms_by_parameter(self) -> Tensor:
         like = next(iter(self._squares.values()), torch.zeros(0, dtype=torch.float64))

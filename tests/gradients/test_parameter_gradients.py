@@ -186,7 +186,8 @@ def test_a_sum_that_is_put_into_memory_is_that_which_is_added_to_zeros(kind, rec
     size = use.form.rows(use.v, use.u)[:0].flatten(1).shape[1]
     for dtype in (torch.float32, torch.float64):
         added, put = torch.zeros(size, dtype=dtype), torch.full((size,), torch.nan, dtype=dtype)
-        use.form.add_weighted_sum(use.v, use.u, weights, added)
-        use.form.add_weighted_sum(use.v, use.u, weights, put, is_new=True)
+        for onto, is_new in ((added, False), (put, True)):
+            gradients = ParameterGradients([use], torch.Size([size]))
+            gradients.add_weighted_sum(weights, onto, is_new=is_new)
         torch.testing.assert_close(put, added)
         assert bool(put.any()) == bool(records)
