@@ -40,7 +40,7 @@ class Fussy(LayerCalls):
         self._refuse("made", 0)
 
     def backward(self, loss: Tensor, **how: Any) -> None:
-        self._rows = len(self._recorder._calls[0].inputs._inputs[0])
+        self._rows = len(self._calls[0].inputs._inputs[0])
         self._refuse("backward", self._rows)
         super().backward(loss, **how)
 

@@ -153,7 +153,7 @@ class Fussy(LayerCalls):
             self._odd = args[0].shape[1] == self.width
             self._refuse("forward", is_odd=self._odd)
 
-        self._recorder.hooks.add(layer, layer.register_forward_pre_hook, look)
+        self._hooks.add(layer, layer.register_forward_pre_hook, look)
 
     def backward(self, loss: Tensor, **how: Any) -> None:
         self._refuse("backward", is_odd=self._odd)
