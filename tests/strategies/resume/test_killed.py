@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ import torch
 
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.journal import JournalError, read_journal
+from tests.strategies.resume.killed_runs import Round, run
 
 PLANNED = 12
 TARGET = 3.0
@@ -66,28 +64,14 @@ NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in RARE else name fo
 
 @pytest.fixture(scope="module")
 def rounds(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """All rounds that are asked for, run one after the other by one script."""
+    """All rounds that are asked for, one after the other."""
     folder = tmp_path_factory.mktemp("rounds")
     asked = [getattr(each, "callspec", None) for each in request.session.items]
     names = [each.params.get("name") for each in asked if each is not None]
     chosen = {name: what for name, what in ROUNDS.items() if name in names}
-    arguments = [{"folder": str(folder / name), **what} for name, what in chosen.items()]
-    arguments.append({"folder": str(folder / "disk full"), "place": "disk full", "step": 7})
-    arguments += [{"folder": str(folder / name), **BLOCKS[name]} for name in BLOCKS]
-    run_script(folder, arguments)
+    for name, what in {**chosen, "disk full": {"place": "disk full", "step": 7}, **BLOCKS}.items():
+        run(Round(str(folder / name), **what))
     return folder
-
-
-def run_script(folder: Path, arguments: list[dict[str, Any]]) -> None:
-    (folder / "rounds.json").write_text(json.dumps(arguments))
-    done = subprocess.run(
-        [sys.executable, Path(__file__).parent / "killed_runs.py", folder / "rounds.json"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def charges(path: Path) -> int:
