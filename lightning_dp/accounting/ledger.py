@@ -30,6 +30,10 @@ from lightning_dp.accounting.events import (
     sampled_gaussian,
 )
 from lightning_dp.accounting.journal import (
+    END,
+    PLAN,
+    SAVED,
+    WEIGHTS,
     Charges,
     Journal,
     JournalContent,
@@ -45,7 +49,7 @@ from lightning_dp.accounting.journal import (
 _FIELDS = {"id", "journal", "runs"}  # of a state; none of them has a default
 _READ = 4_000_000  # bytes that are read record by record: a fifth of a second
 _LOOKED_AT = 400_000_000  # bytes in which weights are looked for
-_WEIGHTS = re.compile(rb'\n\[null,"weights",\[([^\]]*)\]')
+_WEIGHTS_NOTE = re.compile(rb'\n\[null,"weights",\[([^\]]*)\]')
 _MOST = 10_000_000  # lines
 
 
@@ -164,51 +168,46 @@ class Ledger:
         if self.voided is not None:
             raise VoidedRunError(self.voided)
 
+    def note(self, kind: str, *content: Any) -> bool:
+        """Write a note into the journal, and return whether it was; a fault is told by the next charge.
+
+        Args:
+            kind: :data:`~lightning_dp.accounting.journal.DATA` (number of records, name or None), or
+                ``BUDGET`` (ε, δ, relation; noise is chosen at run time); others have their method.
+            content: plain values.
+        """
+        if self._journal is None:
+            return False
+        try:
+            self._journal.note(kind, *content)
+        except JournalError:
+            return False
+        return True
+
     def note_weights(self, fingerprints: Sequence[str]) -> None:
-        """Remember that weights were released; where the journal has a fault, its next charge says so."""
+        """Remember that weights were released."""
         self.weights.update(fingerprints)
-        if self._journal is not None:
-            with contextlib.suppress(JournalError):
-                self._journal.note_weights(fingerprints)
-
-    def note_data(self, records: int, name: str | None) -> None:
-        """Describe the data set of the run; where the journal has a fault, its next charge says so."""
-        if self._journal is not None:
-            with contextlib.suppress(JournalError):
-                self._journal.note_data(records, name)
-
-    def note_budget(self, epsilon: float, delta: float, relation: str) -> None:
-        """Note that the run's noise is chosen at run time, for who adds the journal to others."""
-        if self._journal is not None:
-            with contextlib.suppress(JournalError):
-                self._journal.note_budget(epsilon, delta, relation)
+        self.note(WEIGHTS, *fingerprints)
 
     def note_plan(self, target_epsilon: float, last_step: int, *, is_replanned: bool) -> None:
         """Note that the current run's noise was calibrated, for the run that resumes it after a crash."""
         self.is_replanned |= is_replanned
-        if self._journal is not None:
-            with contextlib.suppress(JournalError):
-                plan = PlannedRun(target_epsilon, last_step, is_replanned)
-                self._journal.note_plan(self._run, plan)
-                self._is_planned = True
+        self._is_planned |= self.note(PLAN, self._run, target_epsilon, last_step, is_replanned)
 
     def note_saved(self, ahead: int = 0) -> None:
         """Note that a checkpoint has the steps that are charged, but so many that are not made yet."""
-        if self._journal is not None and self._is_planned:
-            with contextlib.suppress(JournalError):
-                self._journal.note_saved(self._run, self._charges.steps_of(self._run) - ahead)
+        if self._is_planned:
+            self.note(SAVED, self._run, self._charges.steps_of(self._run) - ahead)
 
     def end(self) -> None:
         """End the run in order: close the journal and give up its lock."""
-        journal, self._journal = self._journal, None
-        if journal is not None:
-            try:
-                if self._is_planned:
-                    with contextlib.suppress(JournalError):
-                        journal.note_end(self._run)
-            finally:
+        try:
+            if self._is_planned:
+                self.note(END, self._run)
+        finally:
+            journal, self._journal, self._run, self._is_planned = self._journal, None, "", False
+            if journal is not None:
                 journal.close()
-        self._run, self._is_planned = "", False
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: the charges; the current run and its journal stay here."""
@@ -529,7 +528,7 @@ def _journals(folder: Path) -> Iterator[tuple[float, Path, int]]:
 
 
 def _weights_in(content: bytes) -> Iterator[str]:
-    for match in _WEIGHTS.finditer(content):
+    for match in _WEIGHTS_NOTE.finditer(content):
         yield from match[1].decode("ascii", "replace").replace('"', "").split(",")
 
 

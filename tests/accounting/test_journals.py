@@ -22,7 +22,7 @@ def write(
 ) -> None:
     journal = Journal(path, ledger_id)
     journal.extend({run: [(event, 1) for event in events] for run, events in runs.items()})
-    journal.note_weights(weights)
+    journal.note("weights", *weights)
     journal.close()
 
 
