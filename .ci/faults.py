@@ -88,7 +88,11 @@ FAULTS = (
     Fault("limit_not_kept", "if len(drawn) <= self.limit", "* 2"),
     Fault("pushed_out_records_forgotten", "self.sample_rate)) * (1 + 1e-6", ") * (0"),
     Fault("pushed_out_records_count_once", "return self.noise_multiplier / 2", "* 2"),
-    Fault("allocated_to_twice_the_steps", "RandomAllocationEpoch(noise_multiplier, window", "* 2"),
+    Fault(
+        "allocated_to_twice_the_steps",
+        "RandomAllocationEpoch(noise_multiplier, window.length",
+        "* 2",
+    ),
     Fault(
         "one_allocation_for_all_epochs",
         "epoch, place = divmod(step - start, steps",

@@ -16,6 +16,7 @@ from lightning_dp._validate import (
     above_0,
     explained,
     flag,
+    instance,
     listed,
     normalise,
     not_negative,
@@ -91,7 +92,7 @@ class Checks:
 
     def __post_init__(self) -> None:
         normalise(self, flag, "dry_run", "loss_graph", "comparisons", of="Checks")
-        normalise(self, optional(_declaration), "gradient_edits", of="Checks")
+        normalise(self, optional(one_line), "gradient_edits", of="Checks")
         normalise(self, _names, "public_state", of="Checks")
 
 
@@ -249,7 +250,7 @@ class PrivacyConfig:
             CipherStream()  # or it raises
         normalise(self, optional(_place), "private_optimizer")
         normalise(self, optional(_folder), "ledger_dir")
-        normalise(self, _sequence, "postprocessing")
+        normalise(self, _postprocessors, "postprocessing")
         normalise(self, _releases, "other_releases")
 
     def _check_budget(self) -> None:
@@ -260,28 +261,12 @@ class PrivacyConfig:
             )
 
     def _check_choices(self) -> None:
-        parts: list[tuple[str, object, type]] = [
-            ("noise_schedule", self.noise_schedule, AbstractSchedule),
-            ("sampling", self.sampling, AbstractSampling),
-            ("noise", self.noise, AbstractNoise),
-            ("accountant", self.accountant, AbstractAccountant),
-            ("estimator", self.resolved_estimator(), AbstractEstimator),
-            *(("postprocessing", item, AbstractPostProcessor) for item in self.postprocessing),
-        ]
-        for name, value, kind in parts:
-            if not isinstance(value, kind):
-                cure = f" Write {value.__name__}(...)." if isinstance(value, type) else ""
-                raise TypeError(
-                    f"{name}={value!r} must be an object derived from {kind.__name__}.{cure}"
-                )
-        if not isinstance(self.checks, Checks):
-            raise TypeError(
-                f"checks={self.checks!r} must be a Checks, such as Checks(comparisons=False)."
-            )
-        if self.about is not None and not isinstance(self.about, About):
-            raise TypeError(
-                f"about={self.about!r} must be an About, such as About(data_set='...')."
-            )
+        for name, kind in _KINDS.items():
+            instance(name, getattr(self, name), kind)
+        estimator: type = AbstractEstimator
+        instance("estimator", self.resolved_estimator(), estimator)
+        if self.about is not None:
+            instance("about", self.about, About)
         normalise(self, one_of(get_args(Relation)), "relation")
         normalise(self, check_engine_name, "engine")
         if self.unit is not None and not isinstance(self.unit, UserLevel):
@@ -593,15 +578,6 @@ def _place(name: str, value: object, *, of: str | None = None) -> int | str:
     return whole_from_0(name, value, of=of)
 
 
-def _declaration(name: str, value: object, *, of: str | None = None) -> str:
-    """Return one line of a user's own words, which a report will print."""
-    if not isinstance(value, str):
-        raise TypeError(f"{name}={value!r} must be a string that describes the edit.")
-    if not value.strip() or len(value.splitlines()) != 1:
-        raise ValueError(f"{name}={value!r} must be one line that describes the edit.")
-    return value.strip()
-
-
 def _names(name: str, value: object, *, of: str | None = None) -> tuple[str, ...]:
     """Return dotted names or patterns, each a line."""
     found = listed(name, value, "the names of buffers and frozen weights", of=of)
@@ -625,6 +601,15 @@ def _releases(name: str, value: object, *, of: str | None = None) -> tuple[Abstr
     return releases
 
 
-def _sequence(name: str, value: object, *, of: str | None = None) -> tuple[object, ...]:
-    """Return post-processors as a tuple."""
-    return listed(name, value, "post-processors, in their order")
+def _postprocessors(name: str, value: object, *, of: str | None = None) -> tuple[object, ...]:
+    found, kind = listed(name, value, "post-processors, in their order"), AbstractPostProcessor
+    return tuple(instance(name, each, kind) for each in found)  # type: ignore[type-abstract]
+
+
+_KINDS: dict[str, type] = {
+    "noise_schedule": AbstractSchedule,
+    "sampling": AbstractSampling,
+    "noise": AbstractNoise,
+    "accountant": AbstractAccountant,
+    "checks": Checks,
+}

@@ -27,7 +27,7 @@ from lightning_dp.config import PrivacyConfig
 from lightning_dp.estimators.base import AbstractEstimator, MeanGradient, Traits
 from lightning_dp.noise import AbstractNoise, IndependentNoise
 from lightning_dp.sampling import AbstractSampling, BatchPlan, FixedOrder, Poisson
-from lightning_dp.sampling.blocks import AbstractBlockSampling
+from lightning_dp.sampling.blocks import AbstractBlockSampling, Window
 from lightning_dp.schedules import AbstractSchedule
 
 Whole = TypeVar("Whole", int, NDArray[np.int64])
@@ -147,14 +147,9 @@ class NoisePlan:
         # A Trainer without a budget may go on after the plan's end.
         last = self.end if step < self.end else math.inf
         to_window = self.window - (step - self.start) % self.window
-        return self.sampling.charge(
-            noise_multiplier,
-            self.rate(step),
-            noise=self.noise,
-            number=(step - self.start) // self.window,
-            window=self.window,
-            steps=int(min(to_window, last - step)),
-        )
+        number, steps = (step - self.start) // self.window, int(min(to_window, last - step))
+        window = Window(self.noise, number, self.window, steps)
+        return self.sampling.charge(noise_multiplier, self.rate(step), window)
 
     def enforce(self, queries: Sequence[Query], least: float, step: int) -> None:
         """Refuse queries on one batch that together have less noise than their charge.

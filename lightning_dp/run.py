@@ -111,7 +111,8 @@ class PlannedFit:
         draw = None
         if isinstance(config.sampling, AbstractBlockSampling):
             rng = random_generator(config.seed, 3, world.rank, step, secure=config.secure_noise)
-            draw = config.sampling.begin(budget.batches, world.rank, world.size, rng, step)
+            shard = range(world.rank, budget.batches.num_records, world.size)
+            draw = config.sampling.begin(budget.batches, shard, rng, step)
         return cls(mechanism, step + planned_steps, step + affordable, draw=draw)
 
     def replan(self, budget: Budget, world: World) -> None:
