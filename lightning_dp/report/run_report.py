@@ -1,6 +1,6 @@
 """The report of a run, and the cost of other trainings on the same records or weights.
 
-A model that was trained before is recognised by its modules and by hashes of its weights.
+A model that was trained before is recognised by hashes of its weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import python_version
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -310,19 +309,10 @@ def _at(run: PrivateRun) -> str:
 # -- earlier trainings of the model --------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Trained:
-    """A ledger that trained a module, and the weights that it began with."""
-
-    ledger: Ledger
-    before: frozenset[str]
-
-
 @dataclass
 class _Process:
     """The trainings of this process."""
 
-    modules: WeakKeyDictionary[nn.Module, list[_Trained]] = field(default_factory=WeakKeyDictionary)
     ledgers: dict[str, Ledger] = field(default_factory=dict)  # that released weights
     said: set[tuple[str, str]] = field(default_factory=set)
 
@@ -333,10 +323,8 @@ _process = _Process()
 class EarlierTraining:
     """Warns at the start of a fit if another ledger trained the model, and recognises the model later.
 
-    A model is known by its modules (the same object, or another one around the same parts), and by
-    the weights that a ledger released: those of copies, of loaded checkpoints, and, by the journals
-    in the folder, of other processes. Weights that are what they were before the other
-    training are nobody's.
+    A model is known by the weights that a ledger released, whatever object holds them: a copy, one around
+    the same parts, a loaded checkpoint, and, by the journals in the folder, those of other processes.
 
     Args:
         module: the model.
@@ -358,18 +346,12 @@ class EarlierTraining:
         """
         run = self._run
         self._before = frozenset(fingerprints(self._module.parameters()))
-        others = {each.ledger.id: each.ledger for each in self._of_modules()}
-        found = Neighbours()
+        others, found = [], Neighbours()
         if not run.steps:  # one that goes on has its own weights
-            others |= {
-                ledger.id: ledger
-                for ledger in _process.ledgers.values()
-                if not ledger.weights.isdisjoint(self._before)
-            }
+            ledgers = [each for each in _process.ledgers.values() if each.id != run.ledger.id]
+            others = [each for each in ledgers if not each.weights.isdisjoint(self._before)]
             if folder is not None:
                 found = neighbours(folder, run.ledger.id, self._before)
-        others.pop(run.ledger.id, None)
-        self._remember()
         self._say_trained_before(others, found)
         return at_start(found, folder, run) if found.count else None
 
@@ -386,34 +368,15 @@ class EarlierTraining:
         ledger.note_weights(some_of(new))
         _process.ledgers[ledger.id] = ledger
 
-    def _of_modules(self) -> list[_Trained]:
-        """Return who trained parts of the model in this process, unless they are as they were before."""
-        return [
-            trained
-            for part in self._module.modules()
-            for trained in _process.modules.get(part, [])
-            if trained.ledger.steps
-            and not trained.before.issuperset(fingerprints(part.parameters(recurse=False)))
-        ]
-
-    def _remember(self) -> None:
-        ledger = self._run.ledger
-        for part in self._module.modules():
-            if any(param.requires_grad for param in part.parameters(recurse=False)):
-                known = _process.modules.get(part, [])
-                same = [each for each in known if each.ledger.id == ledger.id]
-                before = same[0].before if same else self._before
-                others = [each for each in known if each.ledger.id != ledger.id]
-                _process.modules[part] = [*others, _Trained(ledger, before)]
-
-    def _say_trained_before(self, others: Mapping[str, Ledger], found: Neighbours) -> None:
-        run, names = self._run, {*others, *(each.ledger_id for each in found.trained)}
+    def _say_trained_before(self, others: Sequence[Ledger], found: Neighbours) -> None:
+        run = self._run
+        names = {*(each.id for each in others), *(each.ledger_id for each in found.trained)}
         names = {name for name in names if (run.ledger.id, name) not in _process.said}
         if not names:
             return
         try:
             together = union(found.trained)
-            for each in others.values():
+            for each in others:
                 together.merge(each.runs)
             spent = with_whole_plan(together, run)
         except JournalError as error:
