@@ -63,10 +63,6 @@ class AbstractBlockSampling(AbstractSampling):
     :attr:`separation` steps.
     """
 
-    @property
-    def follows_loader(self) -> bool:
-        return True
-
     @abstractmethod
     def window(self, batches: BatchPlan) -> int:
         """Return the number of steps that one charge covers."""
