@@ -38,9 +38,8 @@ from lightning_dp.noise import AbstractNoise, IndependentNoise
 from lightning_dp.postprocessing import AbstractPostProcessor
 from lightning_dp.sampling import (
     AbstractSampling,
-    FixedOrder,
+    BatchPlan,
     Poisson,
-    RandomAllocation,
     TruncatedPoisson,
     UserLevel,
 )
@@ -206,6 +205,7 @@ class PrivacyConfig:
         self._check_clip_norm()
         self._check_block()
         self._check_truncated()
+        self._check_relation()
         for release in self.other_releases:
             release.costs(self.relation)  # refuses one that says nothing about the relation
 
@@ -323,13 +323,6 @@ class PrivacyConfig:
             )
         if not isinstance(sampling, TruncatedPoisson):
             return
-        if self.relation == "zero_out":
-            raise RefusedSetting(
-                f"sampling={sampling} with relation='zero_out': a record without effect still takes the "
-                "place of another where the limit is reached. Say relation='add_remove' or "
-                "'replace_one', or use sampling=Poisson().",
-                topic="fixed-order",
-            )
         traits = self.resolved_estimator().traits
         if not (isinstance(self.noise_schedule, Constant) and traits.period == 1):
             raise RefusedSetting(
@@ -361,20 +354,6 @@ class PrivacyConfig:
                 "augmentations, or use sampling=Poisson().",
                 topic="user-level",
             )
-        if self.relation == "add_remove" and isinstance(sampling, FixedOrder):
-            raise RefusedSetting(
-                f"sampling={sampling} with relation='add_remove': a record more or less would move "
-                "others to other steps. Say relation='zero_out': neighbouring data sets differ by one "
-                "record that has no effect and keeps its place; or 'replace_one'.",
-                topic="fixed-order",
-            )
-        if self.relation == "replace_one" and isinstance(sampling, RandomAllocation):
-            raise RefusedSetting(
-                f"sampling={sampling} with relation='replace_one': no bound is known here for records "
-                "that are exchanged. Say relation='add_remove' or 'zero_out', or use "
-                "sampling=Poisson().",
-                topic="fixed-order",
-            )
         if not isinstance(self.noise_schedule, Constant):
             raise RefusedSetting(
                 f"{together} needs the same noise at every step, and noise_schedule="
@@ -401,6 +380,15 @@ class PrivacyConfig:
                 "independent. Leave it out.",
                 topic="correlated-noise",
             )
+
+    def _check_relation(self) -> None:
+        """Refuse a relation under which the event of a step, or of a charge, has no bound."""
+        sampling = self.sampling
+        if sampling.has_pairs and not isinstance(sampling, AbstractBlockSampling):
+            return
+        event = sampling.among(BatchPlan(1, 1.0, 1, 1), 1).event(1.0, 1.0)  # of any numbers
+        if (reason := event.unbounded(self.relation)) is not None:
+            raise RefusedSetting(f"sampling={sampling}: {reason}", topic="fixed-order")
 
     def _check_clip_norm(self) -> None:
         self._check_count()

@@ -280,10 +280,10 @@ class FixedOrderPass(Gaussian):
         if relation != "add_remove":
             return None
         return (
-            f"{self} is about records in a fixed order, where one record more or less moves others to "
-            "other steps: relation='add_remove' has no bound there. Ask for relation='zero_out' (one "
-            "record has no effect, and keeps its place; same ε as add_remove has elsewhere), or "
-            "'replace_one'."
+            "FixedOrderPass is about records in a fixed order, where one record more or less moves "
+            "others to other steps: relation='add_remove' has no bound there. Ask for "
+            "relation='zero_out' (one record has no effect, and keeps its place; same ε as add_remove "
+            "has elsewhere), or 'replace_one'."
         )
 
 
@@ -347,8 +347,9 @@ class TruncatedGaussian(AbstractEvent):
         if relation != "zero_out":
             return None
         return (
-            f"{self}: a record without effect still takes the place of another where the limit is "
-            "reached, for which relation='zero_out' has no bound. Ask for 'add_remove' or 'replace_one'."
+            "TruncatedGaussian: a record without effect still takes the place of another where the "
+            "limit is reached, for which relation='zero_out' has no bound. Ask for 'add_remove' or "
+            "'replace_one'."
         )
 
 
@@ -393,8 +394,8 @@ class RandomAllocationEpoch(Gaussian):
         if relation != "replace_one":
             return None
         return (
-            f"{self}: of two records that take each other's place in an allocated epoch no bound is "
-            "known here that uses the secret. Ask for relation='add_remove' or 'zero_out'."
+            "RandomAllocationEpoch: of two records that take each other's place in an allocated epoch no "
+            "bound is known here that uses the secret. Ask for relation='add_remove' or 'zero_out'."
         )
 
 
