@@ -272,7 +272,7 @@ def epsilon_curve(
     check_delta(delta)
     check_relation(relation)
     lengths = _check_lengths(at_steps)
-    judge, spent = chosen(accountant), check_history(spent, "spent")
+    judge, spent = accountant_or_default(accountant), check_history(spent, "spent")
     check_plan(plan)
     distinct, places = np.unique(lengths, return_inverse=True)
     values = judge.curve(plan, distinct, delta, relation, spent)
@@ -301,7 +301,7 @@ def _history(events: Events) -> History:
     return check_history(pairs, "events")
 
 
-def chosen(accountant: AbstractAccountant | None) -> AbstractAccountant:
+def accountant_or_default(accountant: AbstractAccountant | None) -> AbstractAccountant:
     """Return the accountant that was given, or the one that there is by default.
 
     Raises:
@@ -473,11 +473,13 @@ def trade_off(
     """
     check_delta(delta)
     check_relation(relation)
-    judge = chosen(accountant)
-    return up_to((judge.epsilon(history, delta, relation), delta), history, relation, judge)
+    judge = accountant_or_default(accountant)
+    return trade_off_up_to(
+        (judge.epsilon(history, delta, relation), delta), history, relation, judge
+    )
 
 
-def up_to(
+def trade_off_up_to(
     pair: tuple[float, float], history: History, relation: Relation, judge: AbstractAccountant
 ) -> TradeOff:
     """Return the bounds by a pair (ε, δ) that is known to hold, and by the profile below it."""

@@ -194,8 +194,8 @@ def _version(name: str) -> str:
 
 def at_start(found: Neighbours, folder: Path | None, run: PrivateRun) -> str:
     """Return the line about other journals in the folder, before the first step."""
-    lines = [f"privacy: {_many(found)} in {folder}."]
-    counted, left_out = _divided(found, folder, run)
+    lines = [f"privacy: {_number_of(found)} in {folder}."]
+    counted, left_out = _split(found, folder, run)
     if counted:
         try:
             lines.append(f"If of the same records: {with_whole_plan(union(counted), run)}")
@@ -227,10 +227,10 @@ def at_end(run: PrivateRun) -> str | None:
     found = neighbours(path.parent, run.ledger.id, frozenset())
     if not found.count:
         return None
-    lines = [f"privacy: {_many(found)} in {path.parent}."]
-    counted, left_out = _divided(found, path.parent, run)
+    lines = [f"privacy: {_number_of(found)} in {path.parent}."]
+    counted, left_out = _split(found, path.parent, run)
     if counted:
-        lines = [f"privacy: with {_many(found)} in {path.parent}"]
+        lines = [f"privacy: with {_number_of(found)} in {path.parent}"]
         try:
             lines.append(f"(if of the same records): {_total(_not_of(run, union(counted)), run)}")
         except (JournalError, ValueError) as error:
@@ -259,11 +259,11 @@ def _not_of(run: PrivateRun, others: Charges) -> Charges:
     )
 
 
-def _many(found: Neighbours) -> str:
+def _number_of(found: Neighbours) -> str:
     return "another journal" if found.count == 1 else f"{found.count} other journals"
 
 
-def _divided(
+def _split(
     found: Neighbours, folder: Path | None, run: PrivateRun
 ) -> tuple[list[JournalContent], list[str]]:
     """Return the journals of the sum, and sentences about the others."""
@@ -314,7 +314,7 @@ class _Process:
     """The trainings of this process."""
 
     ledgers: dict[str, Ledger] = field(default_factory=dict)  # that released weights
-    said: set[tuple[str, str]] = field(default_factory=set)
+    warned: set[tuple[str, str]] = field(default_factory=set)
 
 
 _process = _Process()
@@ -352,7 +352,7 @@ class EarlierTraining:
             others = [each for each in ledgers if not each.weights.isdisjoint(self._before)]
             if folder is not None:
                 found = neighbours(folder, run.ledger.id, self._before)
-        self._say_trained_before(others, found)
+        self._warn_trained_before(others, found)
         return at_start(found, folder, run) if found.count else None
 
     def released(self, tensors: Mapping[str, object] | None = None) -> None:
@@ -368,10 +368,10 @@ class EarlierTraining:
         ledger.note_weights(some_of(new))
         _process.ledgers[ledger.id] = ledger
 
-    def _say_trained_before(self, others: Sequence[Ledger], found: Neighbours) -> None:
+    def _warn_trained_before(self, others: Sequence[Ledger], found: Neighbours) -> None:
         run = self._run
         names = {*(each.id for each in others), *(each.ledger_id for each in found.trained)}
-        names = {name for name in names if (run.ledger.id, name) not in _process.said}
+        names = {name for name in names if (run.ledger.id, name) not in _process.warned}
         if not names:
             return
         try:
@@ -390,7 +390,7 @@ class EarlierTraining:
             "(If it saw other records, or was initialised again since, each claim holds as it is.)",
             topic="earlier-training",
         )
-        _process.said.update((run.ledger.id, name) for name in names)
+        _process.warned.update((run.ledger.id, name) for name in names)
 
 
 _SAMPLE = 4096  # entries of a tensor that are looked at
