@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import reprlib
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -42,14 +40,11 @@ from lightning_dp.accounting.journal import (
     is_ledger_id,
     new_id,
     read_journal,
-    read_text,
     read_written,
 )
 
 _FIELDS = {"id", "journal", "runs"}  # of a state; none of them has a default
-_READ = 4_000_000  # bytes that are read record by record: a fifth of a second
-_LOOKED_AT = 400_000_000  # bytes in which weights are looked for
-_WEIGHTS_NOTE = re.compile(rb'\n\[null,"weights",\[([^\]]*)\]')
+_READ = 8_000_000  # bytes of other journals that are read: less than half a second
 _MOST = 10_000_000  # lines
 
 
@@ -448,13 +443,11 @@ class Neighbours:
 
     Args:
         written: those that were read.
-        trained: those of them that know one of the weights.
         unread: the number of those that were too long to read now.
         damaged: files that cannot be read.
     """
 
     written: list[JournalContent] = field(default_factory=list)
-    trained: list[JournalContent] = field(default_factory=list)
     unread: int = 0
     damaged: list[Path] = field(default_factory=list)
 
@@ -464,37 +457,21 @@ class Neighbours:
         return len(self.written) + self.unread + len(self.damaged)
 
 
-def neighbours(folder: Path, own_id: str, weights: AbstractSet[str]) -> Neighbours:
-    """Read the other journals in a folder.
-
-    Args:
-        folder: where to look.
-        own_id: of the ledger whose journal does not count.
-        weights: fingerprints; a journal that knows one is read whatever its length is.
-    """
-    found = Neighbours()
-    read = looked_at = 0
+def neighbours(folder: Path, own_id: str) -> Neighbours:
+    """Read the other journals in a folder, except the one of this ledger."""
+    found, read = Neighbours(), 0
     for _, path, size in sorted(_journals(folder), reverse=True):  # newest first
-        looked_at += size
-        if looked_at > _LOOKED_AT:
+        if read + size > _READ:
             found.unread += 1
             continue
         try:
-            content = path.read_bytes()
-            knows = not weights.isdisjoint(_weights_in(content))
-            if not knows and read + size > _READ:
-                found.unread += 1
-                continue
-            written = read_text(path, content)
-        except (OSError, JournalError):
+            written = read_written(path)
+        except JournalError:
             found.damaged.append(path)
             continue
-        if written.ledger_id == own_id or not written.runs:
-            continue  # a fit that was refused leaves a journal without charges
-        read += size
-        found.written.append(written)
-        if knows:
-            found.trained.append(written)
+        if written.ledger_id != own_id and written.runs:  # a fit that was refused leaves no charges
+            read += size
+            found.written.append(written)
     return found
 
 
@@ -525,11 +502,6 @@ def _journals(folder: Path) -> Iterator[tuple[float, Path, int]]:
             stat = path.stat()
             if S_ISREG(stat.st_mode):
                 yield stat.st_mtime, path, stat.st_size
-
-
-def _weights_in(content: bytes) -> Iterator[str]:
-    for match in _WEIGHTS_NOTE.finditer(content):
-        yield from match[1].decode("ascii", "replace").replace('"', "").split(",")
 
 
 def recover_journal(

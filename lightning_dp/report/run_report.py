@@ -224,7 +224,7 @@ def at_end(run: PrivateRun) -> str | None:
     path = run.ledger.journal_path
     if path is None:
         return None
-    found = neighbours(path.parent, run.ledger.id, frozenset())
+    found = neighbours(path.parent, run.ledger.id)
     if not found.count:
         return None
     lines = [f"privacy: {_number_of(found)} in {path.parent}."]
@@ -346,13 +346,15 @@ class EarlierTraining:
         """
         run = self._run
         self._before = frozenset(fingerprints(self._module.parameters()))
-        others, found = [], Neighbours()
+        others: list[Ledger] = []
+        found = Neighbours()
         if not run.steps:  # one that goes on has its own weights
             ledgers = [each for each in _process.ledgers.values() if each.id != run.ledger.id]
             others = [each for each in ledgers if not each.weights.isdisjoint(self._before)]
             if folder is not None:
-                found = neighbours(folder, run.ledger.id, self._before)
-        self._warn_trained_before(others, found)
+                found = neighbours(folder, run.ledger.id)
+        same = [each for each in found.written if not each.weights.isdisjoint(self._before)]
+        self._warn_trained_before(others, same)
         return at_start(found, folder, run) if found.count else None
 
     def released(self, tensors: Mapping[str, object] | None = None) -> None:
@@ -368,14 +370,14 @@ class EarlierTraining:
         ledger.note_weights(some_of(new))
         _process.ledgers[ledger.id] = ledger
 
-    def _warn_trained_before(self, others: Sequence[Ledger], found: Neighbours) -> None:
+    def _warn_trained_before(self, others: Sequence[Ledger], written: list[JournalContent]) -> None:
         run = self._run
-        names = {*(each.id for each in others), *(each.ledger_id for each in found.trained)}
+        names = {*(each.id for each in others), *(each.ledger_id for each in written)}
         names = {name for name in names if (run.ledger.id, name) not in _process.warned}
         if not names:
             return
         try:
-            together = union(found.trained)
+            together = union(written)
             for each in others:
                 together.merge(each.runs)
             spent = with_whole_plan(together, run)
