@@ -10,6 +10,7 @@ from dataclasses import InitVar, asdict, dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
 from lightning_dp._config_dict import Data, check_same, config_dict
+from lightning_dp._files import local_folder
 from lightning_dp._noise import CipherStream
 from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import (
@@ -548,13 +549,9 @@ def check_engine_name(name: str, value: object, *, of: str | None = None) -> str
     return str(one_of(get_args(EngineName))(name, value, of=of))
 
 
-def _folder(name: str, value: object, *, of: str | None = None) -> str:
-    """Return a folder as text, from a string or a path."""
-    if not isinstance(value, str | os.PathLike) or not isinstance(folder := os.fspath(value), str):
-        raise TypeError(f"{name}={value!r} must be a folder: a string or a pathlib.Path.")
-    if not folder:
-        raise ValueError(f"{name}='' names no folder. Leave it out for the default one.")
-    return folder
+def _folder(name: str, value: Any, *, of: str | None = None) -> str:
+    local_folder(name, value)  # or it raises
+    return os.fspath(value)
 
 
 def _place(name: str, value: object, *, of: str | None = None) -> int | str:
