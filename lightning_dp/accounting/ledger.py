@@ -515,8 +515,8 @@ def recover_journal(
     A journal may know of steps that the checkpoint does not (those made after it was saved, also by
     other runs that were resumed from it or from an earlier one), and what is lost can only be
     bounded, not found out. So this asks for an upper bound and charges it: each of these
-    steps as the costliest one that the run's plan may have come to by then. Then resume from the
-    checkpoint with ``ledger_dir=directory``.
+    steps as the costliest one of the run's plan. Then resume from the checkpoint with
+    ``ledger_dir=directory``.
 
     Args:
         checkpoint_path: a checkpoint of a private run.
@@ -611,7 +611,7 @@ def _costliest(
             topic="journal-missing",
         )
     steps = sum(count for _, count in known) + lost
-    stride, until = bounds["stride"], bounds["until"]
+    until = bounds["until"]
     if until is not None and steps > until:
         raise RefusedSetting(
             f"unrecorded_steps={lost} after {steps - lost} is more than the {until} steps whose cost "
@@ -619,10 +619,7 @@ def _costliest(
             "as much as each of them.",
             topic="journal-missing",
         )
-    # Each position that a run went over was charged, or is a silent one before one that was.
-    latest = None if stride is None else stride * steps
-    within = [event for first, event in bounds["events"] if latest is None or first < latest]
-    event = event_from_dict(within[-1])
+    event = event_from_dict(bounds["events"][-1][1])  # 0.2 wrote others, of earlier steps
     # It also covers steps like those already made, of other plans.
     others = [each for each, _ in known if each.is_gaussian]
     pairs = [event.pair, *(each.pair for each in others)]
