@@ -142,7 +142,7 @@ FAULTS = (
     Fault("forked_processes_release", "if os.getpid() != self._process", "and False", "step"),
     Fault("orderly_ends_replanned", "any(plan.is_ended for plan in plans)", "and False"),
     Fault("older_checkpoints_replanned", "plans[0].saved <= made", "* 0"),
-    Fault("budget_under_its_own_relation", "return claim.costs(relation", "and document.relation"),
+    Fault("budget_under_its_own_relation", "yield claim.costs(relation", "and document.relation"),
     Fault("early_steps_left_out", "if step in _EARLY", "and 0"),
     Fault(
         "two_steps_without_hooks",
