@@ -314,6 +314,7 @@ class _Process:
     """The trainings of this process."""
 
     ledgers: dict[str, Ledger] = field(default_factory=dict)  # that released weights
+    earlier: dict[str, list[Ledger]] = field(default_factory=dict)  # whose weights each began with
     warned: set[tuple[str, str]] = field(default_factory=set)
 
 
@@ -351,6 +352,8 @@ class EarlierTraining:
         if not run.steps:  # one that goes on has its own weights
             ledgers = [each for each in _process.ledgers.values() if each.id != run.ledger.id]
             others = [each for each in ledgers if not each.weights.isdisjoint(self._before)]
+            others += [each for known in others for each in _process.earlier.get(known.id, ())]
+            _process.earlier[run.ledger.id] = others
             if folder is not None:
                 found = neighbours(folder, run.ledger.id)
         same = [each for each in found.written if not each.weights.isdisjoint(self._before)]
