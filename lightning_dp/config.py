@@ -551,7 +551,7 @@ def check_engine_name(name: str, value: object, *, of: str | None = None) -> str
 
 def _folder(name: str, value: Any, *, of: str | None = None) -> str:
     local_folder(name, value)  # or it raises
-    return os.fspath(value)
+    return str(os.fspath(value))
 
 
 def _place(name: str, value: object, *, of: str | None = None) -> int | str:
