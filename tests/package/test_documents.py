@@ -158,7 +158,7 @@ def test_every_module_is_written_plainly():
     for path in CODE:
         code = path.read_text("utf-8")
         assert [*questions(code), *types_by_mistake(code), *vanishing(code)] == [], path
-        if TURNS.search(" ".join(re.sub('["#]', " ", code).split())):  # else it is not even in names
+        if TURNS.search(" ".join(re.sub('["#]', " ", code).split())):  # or in none of its texts
             assert turns(texts(code)) == [], path
 
 
