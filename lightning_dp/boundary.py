@@ -34,6 +34,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -153,7 +154,7 @@ class Query:
         entries = all_coordinates if self.coordinates is None else len(self.coordinates)
         return entries + (self.count_weight > 0)
 
-    @property
+    @cached_property
     def sensitivity(self) -> float:
         """C·√(1 + κ²), the L2 bound of one record's part in the answer; C without a count."""
         return self.clip_norm * math.hypot(1.0, self.count_weight)
@@ -163,7 +164,7 @@ class Query:
         """True if each record's whole gradient at one point is asked for, not a combination."""
         return self.coordinates is None and len(self.terms) == 1 and self.terms[0].direction is None
 
-    @property
+    @cached_property
     def runs_again(self) -> bool:
         """True if more is asked for than the gradient at the present parameters."""
         return any(t.point is not None or t.direction is not None for t in self.terms)

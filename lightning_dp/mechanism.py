@@ -54,6 +54,7 @@ class _Step:
         charged: z that the step was charged with.
         size: d, the entries of all parameters.
         asked: its queries; none if it asks nothing.
+        query: the one to be answered now.
         total: the answer of the chunks so far; None before the first one, if it did not begin with the
             noise.
         begun: gives the total that begins with the noise, as soon as that is drawn.
@@ -62,14 +63,10 @@ class _Step:
     driver: Driver
     charged: float
     size: int
-    asked: tuple[Query, ...] = ()
+    asked: tuple[Query, ...]
+    query: Query | None
     total: BoundedSum | None = field(default=None, repr=False)
     begun: Callable[[], BoundedSum] | None = field(default=None, repr=False)
-
-    @property
-    def query(self) -> Query | None:
-        """The query to be answered now."""
-        return self.asked[-1] if self.asked else None
 
 
 @dataclass
@@ -207,7 +204,7 @@ class Mechanism:
         else:
             self.plan.enforce(asked, charged, step)
             self._charge(event)
-        self._begun = _Step(self._driver, charged, number_of_entries(params), asked)
+        self._begun = _Step(self._driver, charged, number_of_entries(params), asked, query)
         is_small = self._begun.size <= _EARLY_VALUES and not self.spares_memory
         if self.world.is_sharded or is_small:
             self.begin_noise(params)
@@ -244,7 +241,7 @@ class Mechanism:
         assert query is not None  # of the first part only
         asked = (*step.asked, query)
         self.plan.enforce(asked, step.charged, self.step)
-        step.asked, self._begun = asked, step
+        step.asked, step.query, self._begun = asked, query, step
         self.begin_noise(params)
 
     def _counting(self, query: Query | None) -> Query | None:

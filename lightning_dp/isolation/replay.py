@@ -105,24 +105,9 @@ def _has_drawn(run: Run, start: RandomState, end: Snapshot | None) -> bool:
     return any(each.kind == "random" for each in run.start.differences(end))
 
 
-class Writes:
-    """The buffers and weights that a run writes to.
-
-    Args:
-        module: the whole model.
-        params: the trained parameters.
-    """
-
-    def __init__(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-        self._module, self._params = module, params
-        self._marks, self._versions = Marks.of(module), [param._version for param in params]
-
-    def names(self) -> frozenset[str]:
-        """Return the dotted names of those that were written to since."""
-        pairs = zip(self._params, self._versions, strict=True)
-        moved = {id(param) for param, version in pairs if param._version != version}
-        trained = (name for name, param in self._module.named_parameters() if id(param) in moved)
-        return frozenset((*Marks.of(self._module).changed_since(self._marks), *trained))
+def _written_since(marks: Marks, module: nn.Module) -> frozenset[str]:
+    """Return the names of buffers and weights that were written to since."""
+    return frozenset(Marks.of(module, trained=True).changed_since(marks))
 
 
 class StepAsRun:
@@ -143,7 +128,7 @@ class StepAsRun:
         look: Callable[[BookkeptGradients], GradientSample],
     ) -> None:
         self._runner, self._look = runner, look
-        self._start, self._writes = RandomState(runner.device), Writes(runner.module, runner.params)
+        self._start, self._marks = RandomState(runner.device), Marks.of(runner.module, trained=True)
         self.run = Run(batch, len(samples), samples, start=runner.snapshot())
         """Complete when the gradients were seen."""
 
@@ -152,7 +137,7 @@ class StepAsRun:
         run = self.run
         run.drawn, run.end = RandomState(self._runner.device), self._runner.snapshot()
         run.has_drawn = _has_drawn(run, self._start, run.end)
-        run.written = self._writes.names()
+        run.written = _written_since(self._marks, self._runner.module)
 
     def after_backward(self, gradients: AbstractPerSampleGradients) -> None:
         """Look at the gradients, which stay as they are; if there are others than the records', not."""
@@ -215,11 +200,11 @@ class Runner:
         with self._traceless(start) as begun, ExitStack() as stack:
             run = Run(self._batch(samples), len(samples), samples, start=begun)
             run.given = Snapshot.of(module) if self.passes.engine.isolates else None
-            writes, calls = Writes(module, self.params), list[Call]()
+            marks, calls = Marks.of(module, trained=True), list[Call]()
             if watched and not self.passes.engine.isolates:
                 stack.callback(watch_calls(module, calls).take_off)
             self._differentiate(run, query, start, look)
-            run.written = writes.names()
+            run.written = _written_since(marks, module)
             run.calls = tuple(calls)
         return run
 

@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain, filterfalse
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_dp._snapshot import Path, Snapshot, restored
+from lightning_dp._snapshot import IS_THERE, Path, Snapshot, modules_of, restored
 
 __all__ = ["Marks", "TwinState"]
 
@@ -322,18 +324,17 @@ class Marks:
     _marks: tuple[tuple[int, int, int], ...] = field(repr=False)
 
     @classmethod
-    def of(cls, module: nn.Module) -> Marks:
-        """Return the marks of now."""
-        modules = [module]
-        for each in modules:  # which grows
-            modules += [inner for inner in each._modules.values() if inner is not None]
-        tensors = tuple(
-            tensor
-            for each in modules
-            for tensor in (*each._buffers.values(), *each._parameters.values())
-            if tensor is not None and not tensor.requires_grad
-        )
-        return cls(module, tensors, tuple(map(_mark, tensors)))
+    def of(cls, module: nn.Module, *, trained: bool = False) -> Marks:
+        """Return the marks of now.
+
+        Args:
+            module: the whole model.
+            trained: also mark what is trained, of which addresses do not count.
+        """
+        held = chain.from_iterable(map(_HELD, modules_of(module)))
+        tensors = filter(IS_THERE, chain.from_iterable(map(dict[str, Any].values, held)))
+        marked = tuple(tensors if trained else filterfalse(_IS_TRAINED, tensors))
+        return cls(module, marked, tuple(map(_mark, marked)))
 
     @property
     def names(self) -> set[str]:
@@ -351,13 +352,21 @@ class Marks:
             return ()
         known = {each[0]: each for each in earlier._marks}
         buffers = [(name, _mark(each)) for name, each in self._module.named_buffers()]
-        frozen = [(name, _mark(each)) for name, each in self._module.named_parameters()]
+        params = [(name, _mark(each)) for name, each in self._module.named_parameters()]
         return tuple(
             [name for name, mark in buffers if known.get(mark[0]) != mark]
-            + [name for name, mark in frozen if known.get(mark[0], mark) != mark]
+            + [name for name, mark in params if _differ(known.get(mark[0], mark), mark)]
         )
+
+
+_HELD, _IS_TRAINED = attrgetter("_buffers", "_parameters"), attrgetter("requires_grad")
+
+
+def _differ(before: tuple[int, int, int], now: tuple[int, int, int]) -> bool:
+    """Compare marks of a parameter; while it is trained it has no address."""
+    return before[1] != now[1] or 0 != before[2] != now[2] != 0
 
 
 def _mark(tensor: Tensor) -> tuple[int, int, int]:
     version = -1 if tensor.is_inference() else tensor._version
-    return id(tensor), version, tensor.data_ptr()
+    return id(tensor), version, 0 if tensor.requires_grad else tensor.data_ptr()

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
 from functools import partial
-from itertools import islice
+from itertools import filterfalse, islice
+from operator import attrgetter
 from typing import Any, NoReturn, TypeAlias, cast
 
 import numpy as np
@@ -327,10 +328,10 @@ class IsolationWatch:
 
     def _open_weights(self) -> set[str]:
         """Return the names of those of them that no comparison has cleared, and nobody declared."""
-        return {name for name in self._written_since() if not self._is_public(name)}
+        return set(filterfalse(self._is_public, self._written_since()))
 
     def _versions(self) -> tuple[int, ...]:
-        return tuple([param._version for param in self._step.params])
+        return tuple(map(attrgetter("_version"), self._step.params))
 
     def _copies(self) -> dict[str, Tensor]:
         """Return copies of the buffers and frozen weights, but of very large ones."""

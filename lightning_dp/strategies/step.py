@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -46,13 +47,14 @@ from lightning_dp.mechanism import Mechanism
 from lightning_dp.optimizers import NOISE_VARIANCE, with_noise_variance
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling.loader import Chunk
-from lightning_dp.strategies.update_guard import SameParameters
+from lightning_dp.strategies.update_guard import ParameterGuard
 
 __all__ = ["Agreement", "FitEngine", "Place", "PrivateStep", "end_training"]
 
 LOSS_SCALE = 256.0
 """Of each record, with float16: gradients of outputs from 2.4e-7 to 255 are normal numbers in it."""
 
+_IS_TRAINING = attrgetter("training")
 _NORMS = (
     "A BatchNorm layer that was frozen and in eval() as the fit began is in train() now: it mixes "
     "records and keeps statistics of them. Put it into eval() again before each step, or let "
@@ -117,7 +119,7 @@ class PrivateStep:
     def __init__(
         self,
         module: LightningModule,
-        parameters: SameParameters,
+        parameters: ParameterGuard,
         engine: FitEngine,
         device: torch.device,
     ) -> None:
@@ -134,9 +136,9 @@ class PrivateStep:
         """Called with the gradients of the chunk in hand, which it leaves as they are."""
 
     @property
-    def held(self) -> list[Tensor]:
+    def held(self) -> Sequence[Tensor]:
         """The trained parameters as this process holds them, of sharded ones its part."""
-        return held_here(self.params)
+        return held_here(self.params) if self.engine.is_sharded else self.params
 
     @property
     def one_record(self) -> bool:
@@ -204,8 +206,13 @@ class PrivateStep:
 
     def _check_norms(self) -> None:
         """Note that a layer that was constant as the fit began normalises over the batch by now."""
-        if any(part.training for part in self._norms):
+        if any(map(_IS_TRAINING, self._norms)):
             self.note(_NORMS)
+
+    def leave_forward(self) -> None:
+        """Note that ``training_step``, which is over now, wrote to parameters."""
+        if (fault := self.parameters.leave_forward()) is not None:
+            self.note(fault)
 
     def pass_on(self, reason: UnsupportedModelError) -> None:
         """Leave the chunk to the next engine, which runs it again, if that can be.
@@ -454,8 +461,8 @@ def _seeds(count: int) -> list[int]:
 def _is_one_row(batch: object, size: int) -> bool:
     """Return True if a batch of several records has tensors of one row alone."""
     # An engine would take such a row for one that all records share and no record is in.
-    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
-    return size > 1 and bool(tensors) and all(len(leaf) == 1 for leaf in tensors)
+    lengths = [len(leaf) for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    return size > 1 and {*lengths} == {1}
 
 
 def _has_rounds(mechanism: Mechanism) -> bool:

@@ -60,10 +60,8 @@ from lightning_dp.strategies.isolation import IsolationWatch
 from lightning_dp.strategies.step import Agreement, FitEngine, Place, PrivateStep, end_training
 from lightning_dp.strategies.update_guard import (
     GradientGuard,
-    SameParameters,
+    ParameterGuard,
     StepGuard,
-    UnwrittenWeights,
-    evaluated_once,
     watched,
 )
 
@@ -85,9 +83,9 @@ class Fit:
     """The parts exist together or not at all.
 
     Args:
+        trainer, module: of the fit.
         folder: where a new journal goes.
         step: the accounts of the current step, and the model under its engine.
-        weights: watches which parameters training_step writes to.
         isolation: compares runs of a batch that differ in some of its records.
         monitors: watches who acts on metrics of the training data.
         earlier: knows which ledgers trained the model before.
@@ -100,9 +98,10 @@ class Fit:
         losses: those of a step with several optimizers; None with one.
     """
 
+    trainer: Trainer
+    module: LightningModule
     folder: Path
     step: PrivateStep
-    weights: UnwrittenWeights
     isolation: IsolationWatch
     monitors: Monitors
     earlier: EarlierTraining
@@ -235,7 +234,7 @@ class DifferentialPrivacyStrategy(Strategy):
         """Attach the gradient engine to the model, and put the parts together."""
         run, module, world, device = self.private_run, self._module, self._world(), self.root_device
         private, public = optimizers.private, optimizers.public_parameters
-        parameters = SameParameters(module, private, public)
+        parameters = ParameterGuard(module, private, public)
         trained = parameters.trained
         engine = FitEngine(module, run.config, world, trained, public, self.wrap_engine)
         run.engine, run.optimizers = engine.passes.description, optimizers.description
@@ -246,9 +245,10 @@ class DifferentialPrivacyStrategy(Strategy):
             trainer, trained, is_declared=run.config.checks.gradient_edits is not None
         )
         return Fit(
+            trainer,
+            module,
             folder,
             step,
-            UnwrittenWeights(module, public),
             IsolationWatch(trainer, step, run, world, self._step_again),
             Monitors(trainer, run),
             EarlierTraining(module, run),
@@ -340,13 +340,13 @@ class DifferentialPrivacyStrategy(Strategy):
         super().on_train_batch_start(batch, batch_idx)
         run, mechanism, fit = self.private_run, self._mechanism, self._now
         fit.monitors.check()
-        loader = private_loader_of(self._trainer)
+        loader = private_loader_of(fit.trainer)
         chunk = chunk_in_hand(loader, batch_idx)
         if chunk.first and mechanism.is_begun:
             self._agree_without_step()
             self._replan_after_waste()
         if chunk.first and run.exhausted:
-            end_training(self._trainer, run)
+            end_training(fit.trainer, run)
             raise StopIteration  # what Lightning raises itself to leave the epoch
         if chunk.first:
             fit.step.parameters.check_optimizer(fit.optimizers.private)
@@ -393,15 +393,15 @@ class DifferentialPrivacyStrategy(Strategy):
         fit.step.before_forward(
             mechanism, lambda batch: loss_in(run(batch, *others, **kwargs)), args[0]
         )
-        fit.weights.enter_forward()
+        fit.step.parameters.enter_forward()
         output = self._watched(*args, **kwargs)
         if fit.step.one_record:
             return output  # which took over
         fit.isolation.after_forward()
         self._answer_waiting()
-        self._leave_forward()
+        fit.step.leave_forward()
         fit.monitors.check()
-        if self._is_automatic:
+        if fit.module.automatic_optimization:
             if loss_in(output) is None:
                 fit.isolation.stops.after_forward(fit.step, run, *args)
             # Lightning's own errors, in some settings, would end the run without withdrawing ε; a
@@ -429,7 +429,7 @@ class DifferentialPrivacyStrategy(Strategy):
         fit, step = self._now, self._now.step
         records = private_loader_of(self._trainer).alone
         forwards = fit.alone.forwards(partial(self._forward_alone, args, kwargs), records)
-        fit.weights.enter_forward()
+        fit.step.parameters.enter_forward()
         is_first = self.private_run.steps_begun <= 1
         self._mechanism.begin_noise(step.held)
         try:
@@ -438,7 +438,7 @@ class DifferentialPrivacyStrategy(Strategy):
             if is_first:
                 raise
             step.note(error.text)
-        self._leave_forward()
+        fit.step.leave_forward()
         fit.monitors.check()
         return fit.alone.together(self.root_device)
 
@@ -447,20 +447,13 @@ class DifferentialPrivacyStrategy(Strategy):
         record = before_transfer(self._trainer, self.precision_plugin.convert_input(record))
         return super().training_step(self.batch_to_device(record), *args, **kwargs)
 
-    def _leave_forward(self) -> None:
-        """Compare the parameters with what they were when training_step began."""
-        fit = self._now
-        fault = fit.weights.leave_forward()
-        if fault is not None:
-            fit.step.note(fault)
-
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         fit = self._now
         if fit.losses is not None:
             return self._backward_of_several(fit.losses, closure_loss, args, kwargs)
-        self._leave_forward()  # in manual optimization training_step has not returned yet
+        fit.step.leave_forward()  # in manual optimization training_step has not returned yet
         if not is_differentiable(closure_loss):
             return closure_loss  # a chunk with records stays without an answer
         if fit.step.one_record:  # they had theirs; this is for the hooks
@@ -494,7 +487,7 @@ class DifferentialPrivacyStrategy(Strategy):
         except UnsupportedModelError as error:
             if self.private_run.steps_begun > 1:
                 self._now.step.note(error.text)
-            elif type(error) is CoupledLossError or self._is_automatic:
+            elif type(error) is CoupledLossError or self._module.automatic_optimization:
                 raise
             else:
                 text = without_alone(error.text)
@@ -515,12 +508,12 @@ class DifferentialPrivacyStrategy(Strategy):
             return loss
         waits = fit.step.awaits(self._mechanism) and losses.reaches_private(loss)
         if waits:
-            self._leave_forward()
+            fit.step.leave_forward()
         return self._backward_by(partial(losses.add, waits=waits), loss)
 
     def _backward_by(self, go_back: Callable[[Tensor], None], loss: Tensor) -> Tensor:
         """``Strategy.backward`` with ``go_back(loss)`` in the place of ``loss.backward()``."""
-        module, plugin = self._module, self.precision_plugin
+        module, plugin = self._now.module, self.precision_plugin
         self.pre_backward(loss)
         loss = plugin.pre_backward(loss, module)
         go_back(loss)
@@ -530,9 +523,9 @@ class DifferentialPrivacyStrategy(Strategy):
 
     def _answer_waiting(self) -> None:
         """Answer from the losses of a step with several optimizers, in one backward pass."""
-        fit, mechanism = self._now, self._mechanism
+        fit = self._now
         loss = None if fit.losses is None else fit.losses.take()
-        if loss is None or not fit.step.awaits(mechanism):
+        if loss is None or not fit.step.awaits(mechanism := self._mechanism):
             return
         with self._noting_refusals():
             fit.step.check_loss(loss)
@@ -544,12 +537,13 @@ class DifferentialPrivacyStrategy(Strategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Run the backward pass and bound what it leaves."""
-        mechanism, step = self._mechanism, self._now.step
+        mechanism, fit = self._mechanism, self._now
+        step, is_automatic = fit.step, fit.module.automatic_optimization
         mechanism.begin_noise(step.held)
         # Lightning has divided the loss by it: not in manual optimization.
-        divisor = float(self._trainer.accumulate_grad_batches) if self._is_automatic else 1.0
+        divisor = float(fit.trainer.accumulate_grad_batches) if is_automatic else 1.0
         backward = partial(step.backward, query=mechanism.query, divisor=divisor)
-        if args or kwargs or is_overridden("backward", self.lightning_module):
+        if args or kwargs or is_overridden("backward", fit.module):
             backward(closure_loss, keep_graph=True)
             with step.engine.passes.engine.repeating():
                 loss = self._backward_of_user(closure_loss, optimizer, *args, **kwargs)
@@ -558,21 +552,16 @@ class DifferentialPrivacyStrategy(Strategy):
         step.answer(mechanism, divisor)
         return loss
 
-    @property
-    def _is_automatic(self) -> bool:
-        return self._module.automatic_optimization
-
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         mechanism, fit, run = self._mechanism, self._now, self.private_run
-        if any(optimizer is each for each in fit.optimizers.public):
+        if optimizer in fit.optimizers.public:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        once = evaluated_once(closure, optimizer)
 
         def private_closure() -> None:
             fit.edits.note_state(optimizer)  # an optimizer may begin its step before
-            once()  # its loss has no noise: an optimizer that sets its step size by it must not see it
+            closure()  # its loss has no noise: an optimizer that sets its step size by it must not see it
             self._answer_waiting()
             fit.isolation.settle(fit.agree)
             fit.step.release(mechanism, optimizer, fit.agree)
@@ -589,9 +578,9 @@ class DifferentialPrivacyStrategy(Strategy):
         fit.isolation.after_update()
         fit.edits.note_state(optimizer)
         if run.is_over_early:
-            end_training(self._trainer, run)
+            end_training(fit.trainer, run)
         for callback in self._callbacks:
-            callback.on_privacy_step(self._trainer, run)
+            callback.on_privacy_step(fit.trainer, run)
         return output
 
     def on_train_end(self) -> None:
