@@ -124,12 +124,8 @@ class RandomState:
         generator.set_state(self._cpu)
         return generator.initial_seed()
 
-    def is_now(self) -> bool:
-        """Return whether as many random numbers were drawn by then as by now."""
-        return self.is_same(RandomState(self._device))
-
     def is_same(self, now: RandomState) -> bool:
-        """Tell the same of another moment."""
+        """Return whether as many random numbers were drawn by then as by another moment."""
         mine, its = (
             (each._cpu, *([] if each._there is None else [each._there])) for each in (self, now)
         )

@@ -61,7 +61,6 @@ class Run:
 
     Args:
         batch: as ``training_step`` took it.
-        size: the number of samples.
         samples: that it began with.
         gradients: what is compared of those of some samples; None if there are none.
         start, end: what the module keeps before and afterwards; no end if a hook raised.
@@ -76,8 +75,7 @@ class Run:
     """
 
     batch: Any = field(repr=False)
-    size: int = 0
-    samples: Sequence[Any] = field(default=(), repr=False)
+    samples: Sequence[Any] = field(repr=False)
     gradients: GradientSample | None = field(default=None, repr=False)
     start: Snapshot | None = field(default=None, repr=False)
     end: Snapshot | None = field(default=None, repr=False)
@@ -93,7 +91,7 @@ class Run:
     @property
     def rows(self) -> int:
         """The number of rows in its batch."""
-        return len(rows_in(self.samples)) if self.samples else self.size
+        return len(rows_in(self.samples))
 
 
 def _has_drawn(run: Run, start: RandomState, end: Snapshot | None) -> bool:
@@ -129,7 +127,7 @@ class StepAsRun:
     ) -> None:
         self._runner, self._look = runner, look
         self._start, self._marks = RandomState(runner.device), Marks.of(runner.module, trained=True)
-        self.run = Run(batch, len(samples), samples, start=runner.snapshot())
+        self.run = Run(batch, samples, start=runner.snapshot())
         """Complete when the gradients were seen."""
 
     def after_forward(self) -> None:
@@ -141,7 +139,7 @@ class StepAsRun:
 
     def after_backward(self, gradients: AbstractPerSampleGradients) -> None:
         """Look at the gradients, which stay as they are; if there are others than the records', not."""
-        if isinstance(gradients, BookkeptGradients) and gradients.count == self.run.size:
+        if isinstance(gradients, BookkeptGradients) and gradients.count == len(self.run.samples):
             self.run.gradients = self._look(gradients)
 
 
@@ -198,7 +196,7 @@ class Runner:
         """
         module = self.module
         with self._traceless(start) as begun, ExitStack() as stack:
-            run = Run(self._batch(samples), len(samples), samples, start=begun)
+            run = Run(self._batch(samples), samples, start=begun)
             run.given = Snapshot.of(module) if self.passes.engine.isolates else None
             marks, calls = Marks.of(module, trained=True), list[Call]()
             if watched and not self.passes.engine.isolates:
@@ -271,7 +269,7 @@ class Runner:
             outputs[:] = outputs or [output]
 
         owners = owners_in(run.samples)
-        replay = Replay(forward, run.batch, run.size, begun, see, owners)
+        replay = Replay(forward, run.batch, len(run.samples), begun, see, owners)
         try:
             # Batches of other sizes may be rounded by other kernels.
             with self._dropout(), full_precision(self.device):

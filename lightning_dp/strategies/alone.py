@@ -31,7 +31,7 @@ class RecordsAlone:
 
     def __init__(self, module: LightningModule) -> None:
         self._noted = NotedCalls(module)
-        self._outputs: list[Any] = []
+        self._outputs: dict[int, Any] = {}  # of each record's first run, by place
 
     def forwards(
         self, forward: Callable[[Any], Any], batches: Sequence[Any]
@@ -42,33 +42,26 @@ class RecordsAlone:
             forward: runs ``training_step`` on a batch.
             batches: of one record each.
         """
-        self._outputs = []
+        self._outputs = {}
         self._noted.forget()
-        places = torch.split(torch.arange(len(batches)), 1)
-        return [
-            (partial(self._run, forward, place, []), batch)
-            for place, batch in zip(places, batches, strict=True)
-        ]
+        return [(partial(self._run, forward, i), batch) for i, batch in enumerate(batches)]
 
-    def _run(
-        self, forward: Callable[[Any], Any], place: Tensor, earlier: list[None], batch: Any
-    ) -> Tensor | None:
-        if earlier:
+    def _run(self, forward: Callable[[Any], Any], place: int, batch: Any) -> Tensor | None:
+        if place in self._outputs:
+            again: Tensor | None = loss_in(forward(batch))
+            return again
+        with self._noted.noting(torch.tensor([place])):
             output = forward(batch)
-        else:
-            earlier.append(None)
-            with self._noted.noting(place):
-                output = forward(batch)
-            detached = output.detach() if isinstance(output, Tensor) else output
-            is_mapping = isinstance(output, Mapping)
-            self._outputs.append(recursive_detach(output) if is_mapping else detached)
+        detached = output.detach() if isinstance(output, Tensor) else output
+        is_mapping = isinstance(output, Mapping)
+        self._outputs[place] = recursive_detach(output) if is_mapping else detached
         loss: Tensor | None = loss_in(output)
         return loss
 
     def together(self, device: torch.device) -> Any:
         """Count and log what the records left, and return their outputs as one of the whole batch."""
         self._noted.do()
-        outputs, self._outputs = self._outputs, []
+        outputs, self._outputs = list(self._outputs.values()), {}
         losses = [loss for each in outputs if isinstance(loss := loss_in(each), Tensor)]
         mean = torch.stack([each.mean() for each in losses]).mean() if losses else None
         loss = torch.zeros((), device=device) if mean is None else mean

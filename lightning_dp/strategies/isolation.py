@@ -229,9 +229,10 @@ class IsolationWatch:
         config = run.config
         if not config.checks.comparisons or run.batches is None:
             return
-        self._since = run.step if self._since is None else self._since
+        now, chunks = run.step, run.batches.chunks_per_step
+        self._since = now if self._since is None else self._since
         self._note_changes()
-        step, chunks = run.step - self._since, run.batches.chunks_per_step
+        step = now - self._since
         if chunks > 1 and chunk.index % chunks != self._schedule.chunk(step, chunks):
             return
         if self._schedule.is_due(step, self._looks, begins_epoch=chunk.index < chunks):
