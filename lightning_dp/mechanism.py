@@ -124,17 +124,14 @@ class Mechanism:
     _begun: _Step | None = field(default=None, init=False, repr=False)  # None between steps
     _is_loaded: bool = field(default=False, init=False, repr=False)  # the states are a file's
     covered: int = field(default=0, init=False)  # steps to come that are charged already
+    step: int = field(default=0, init=False)
+    """The step of the plan that is next, or that was begun."""
 
     def __post_init__(self) -> None:
         self._schedule_state = self.plan.shape.init()
         self._filter = NoiseFilter(self.plan.estimator, self.postprocessing)
 
     # -- where it is -------------------------------------------------------------------------
-
-    @property
-    def step(self) -> int:
-        """The step of the plan that is next, or that was begun."""
-        return 0 if self._driver is None else self._driver.step
 
     @property
     def exhausted(self) -> bool:
@@ -357,7 +354,7 @@ class Mechanism:
                 estimate, step = self._tell(params)
         finally:
             self.drop()
-        self._driver = step.driver
+        self._driver, self.step = step.driver, step.driver.step
         estimate, self._postprocessing_states = postprocessed(
             self.postprocessing, self._postprocessing_states, estimate, params
         )
@@ -434,7 +431,8 @@ class Mechanism:
         refuse_unknown("its mechanism", state, self.state_dict().keys())
         told = state["estimator"]
         if told is not None:
-            self._driver = Driver(self.plan.estimator, told, int(state["step"]))
+            self.step = int(state["step"])
+            self._driver = Driver(self.plan.estimator, told, self.step)
         self._postprocessing_states = list(state["postprocessing"])
         self._schedule_state = state["schedule"]
         self._unasked = {event_from_dict(event): int(n) for event, n in state["unasked"]}

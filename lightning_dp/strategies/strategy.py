@@ -83,7 +83,7 @@ class Fit:
     """The parts exist together or not at all.
 
     Args:
-        trainer, module: of the fit.
+        trainer, module, run: of the fit.
         folder: where a new journal goes.
         step: the accounts of the current step, and the model under its engine.
         isolation: compares runs of a batch that differ in some of its records.
@@ -100,6 +100,7 @@ class Fit:
 
     trainer: Trainer
     module: LightningModule
+    run: PrivateRun
     folder: Path
     step: PrivateStep
     isolation: IsolationWatch
@@ -112,6 +113,16 @@ class Fit:
     plugin: Precision
     optimizers: Optimizers
     losses: WaitingLosses | None
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """Makes the steps of the run, once the plan is declared."""
+        if (mechanism := self.run.mechanism) is None:
+            raise RefusedRun(
+                "A private step needs a plan, which is declared when training starts.",
+                topic="strategy-alone",
+            )
+        return mechanism
 
 
 class DifferentialPrivacyStrategy(Strategy):
@@ -185,15 +196,6 @@ class DifferentialPrivacyStrategy(Strategy):
             )
         return self._fit
 
-    @property
-    def _mechanism(self) -> Mechanism:
-        if (mechanism := self.private_run.mechanism) is None:
-            raise RefusedRun(
-                "A private step needs a plan, which is declared when training starts.",
-                topic="strategy-alone",
-            )
-        return mechanism
-
     @cached_property
     def _folder(self) -> Path:
         """The folder of a new journal; found once in a fit, since the process may change folders."""
@@ -247,6 +249,7 @@ class DifferentialPrivacyStrategy(Strategy):
         return Fit(
             trainer,
             module,
+            run,
             folder,
             step,
             IsolationWatch(trainer, step, run, world, self._step_again),
@@ -288,7 +291,8 @@ class DifferentialPrivacyStrategy(Strategy):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        trainer, run, fit = self._trainer, self.private_run, self._now
+        fit = self._now
+        trainer, run = fit.trainer, fit.run
         private_loader_of(trainer)
         assert run.batches is not None
         for topic, message in weak_settings(run.config, run.batches):
@@ -305,7 +309,7 @@ class DifferentialPrivacyStrategy(Strategy):
         for callback in self._callbacks:
             callback.on_privacy_start(trainer, run, fit.folder)
         if planned_steps and run.exhausted:
-            _end_before_first_step(trainer, run, self._mechanism)
+            _end_before_first_step(trainer, run, fit.mechanism)
 
     def _steps_before(self) -> int:
         """Return the private steps that this Trainer has made: it counts those of all optimizers."""
@@ -338,7 +342,8 @@ class DifferentialPrivacyStrategy(Strategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        run, mechanism, fit = self.private_run, self._mechanism, self._now
+        fit = self._now
+        run, mechanism = fit.run, fit.mechanism
         fit.monitors.check()
         loader = private_loader_of(fit.trainer)
         chunk = chunk_in_hand(loader, batch_idx)
@@ -366,7 +371,8 @@ class DifferentialPrivacyStrategy(Strategy):
 
     def _agree_without_step(self) -> None:
         """Go on, or end the run, where a batch was charged and the optimizer did not step."""
-        fit, mechanism = self._now, self._mechanism
+        fit = self._now
+        mechanism = fit.mechanism
         fault = fit.step.fault(mechanism)
         if fit.step.is_unreleased(mechanism):
             fault = fault or fit.edits.skip()
@@ -384,7 +390,8 @@ class DifferentialPrivacyStrategy(Strategy):
                 callback.on_privacy_replan(self._trainer, self.private_run)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        mechanism, fit = self._mechanism, self._now
+        fit = self._now
+        mechanism = fit.mechanism
         fit.isolation.stops.enter_forward()
         fit.isolation.before_forward(args)
         if fit.step.one_record:
@@ -430,10 +437,10 @@ class DifferentialPrivacyStrategy(Strategy):
         records = private_loader_of(self._trainer).alone
         forwards = fit.alone.forwards(partial(self._forward_alone, args, kwargs), records)
         fit.step.parameters.enter_forward()
-        is_first = self.private_run.steps_begun <= 1
-        self._mechanism.begin_noise(step.held)
+        is_first, mechanism = fit.run.steps_begun <= 1, fit.mechanism
+        mechanism.begin_noise(step.held)
         try:
-            step.answer_each(self._mechanism, forwards, is_first=is_first)
+            step.answer_each(mechanism, forwards, is_first=is_first)
         except UnsupportedModelError as error:
             if is_first:
                 raise
@@ -506,7 +513,7 @@ class DifferentialPrivacyStrategy(Strategy):
             )
         if not is_differentiable(loss):
             return loss
-        waits = fit.step.awaits(self._mechanism) and losses.reaches_private(loss)
+        waits = fit.step.awaits(fit.mechanism) and losses.reaches_private(loss)
         if waits:
             fit.step.leave_forward()
         return self._backward_by(partial(losses.add, waits=waits), loss)
@@ -525,7 +532,7 @@ class DifferentialPrivacyStrategy(Strategy):
         """Answer from the losses of a step with several optimizers, in one backward pass."""
         fit = self._now
         loss = None if fit.losses is None else fit.losses.take()
-        if loss is None or not fit.step.awaits(mechanism := self._mechanism):
+        if loss is None or not fit.step.awaits(mechanism := fit.mechanism):
             return
         with self._noting_refusals():
             fit.step.check_loss(loss)
@@ -537,7 +544,8 @@ class DifferentialPrivacyStrategy(Strategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Run the backward pass and bound what it leaves."""
-        mechanism, fit = self._mechanism, self._now
+        fit = self._now
+        mechanism = fit.mechanism
         step, is_automatic = fit.step, fit.module.automatic_optimization
         mechanism.begin_noise(step.held)
         # Lightning has divided the loss by it: not in manual optimization.
@@ -555,7 +563,8 @@ class DifferentialPrivacyStrategy(Strategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        mechanism, fit, run = self._mechanism, self._now, self.private_run
+        fit = self._now
+        mechanism, run = fit.mechanism, fit.run
         if optimizer in fit.optimizers.public:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
@@ -585,9 +594,10 @@ class DifferentialPrivacyStrategy(Strategy):
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        trainer, run, fit = self._trainer, self.private_run, self._now
+        fit = self._now
+        trainer, run = fit.trainer, fit.run
         fit.monitors.check()
-        if self._mechanism.is_begun and not fit.isolation.stops.has_stopped:
+        if fit.mechanism.is_begun and not fit.isolation.stops.has_stopped:
             self._agree_without_step()
         fault = changed_rows(private_loader_of(trainer)) or fit.isolation.fault
         fit.agree(fault, Place.END)
