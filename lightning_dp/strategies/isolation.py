@@ -52,7 +52,7 @@ from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import FullBatch
 from lightning_dp.sampling.loader import Chunk, PrivateDataLoader, collates_as_torch
 from lightning_dp.strategies.data import before_transfer, private_loader_of
-from lightning_dp.strategies.step import Agreement, Place, PrivateStep, end_training
+from lightning_dp.strategies.step import Agreement, PrivateStep, SyncPoint, end_training
 
 __all__ = ["IsolationWatch"]
 
@@ -418,7 +418,7 @@ class IsolationWatch:
         """
         check, self._check = self._check, None
         was_due, self._was_due = self._was_due, False
-        anyone = partial(agree.anyone, place=Place.SPOT_CHECK)
+        anyone = partial(agree.anyone, place=SyncPoint.SPOT_CHECK)
         if self.fault is not None:
             self._step.note(self.fault)
         if check is None:

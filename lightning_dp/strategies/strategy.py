@@ -35,7 +35,6 @@ from lightning_dp.mechanism import Mechanism
 from lightning_dp.plan.advice import Setting, optimizer_setting
 from lightning_dp.report.run_report import EarlierTraining
 from lightning_dp.run import PrivateRun
-from lightning_dp.strategies.alone import RecordsAlone
 from lightning_dp.strategies.checks import (
     Monitors,
     Optimizers,
@@ -57,7 +56,14 @@ from lightning_dp.strategies.data import (
 )
 from lightning_dp.strategies.hooks import PrivacyCallback
 from lightning_dp.strategies.isolation import IsolationWatch
-from lightning_dp.strategies.step import Agreement, FitEngine, Place, PrivateStep, end_training
+from lightning_dp.strategies.step import (
+    Agreement,
+    FitEngine,
+    PrivateStep,
+    RecordRuns,
+    SyncPoint,
+    end_training,
+)
 from lightning_dp.strategies.update_guard import (
     GradientGuard,
     ParameterGuard,
@@ -107,7 +113,7 @@ class Fit:
     monitors: Monitors
     earlier: EarlierTraining
     agree: Agreement
-    alone: RecordsAlone
+    alone: RecordRuns
     steps: StepGuard
     edits: GradientGuard
     plugin: Precision
@@ -257,7 +263,7 @@ class DifferentialPrivacyStrategy(Strategy):
             EarlierTraining(module, run),
             # A void run leaves the model at once: an error in on_exception would end the teardown.
             Agreement(run, world, device, self.broadcast, self._leave_the_model),
-            RecordsAlone(module),
+            RecordRuns(module),
             StepGuard(private),
             edits,
             watched(self.precision_plugin, edits, private),
@@ -376,7 +382,7 @@ class DifferentialPrivacyStrategy(Strategy):
         fault = fit.step.fault(mechanism)
         if fit.step.is_unreleased(mechanism):
             fault = fault or fit.edits.skip()
-        fit.agree(fault, Place.NO_RELEASE)
+        fit.agree(fault, SyncPoint.NO_RELEASE)
 
     def _replan_after_waste(self) -> None:
         """Find again what the budget affords of the plan, after a charge that was spent on nothing."""
@@ -416,7 +422,7 @@ class DifferentialPrivacyStrategy(Strategy):
             return with_loss(output, torch.zeros((), device=self.root_device))
         if fit.step.is_unreleased(mechanism):
             # Lightning is going to wait for all ranks, and another one may be at its release.
-            fit.agree(fit.step.fault(mechanism), Place.NO_RELEASE)
+            fit.agree(fit.step.fault(mechanism), SyncPoint.NO_RELEASE)
         return output
 
     def _watched(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -578,7 +584,7 @@ class DifferentialPrivacyStrategy(Strategy):
             fit.edits.begin()
 
         def check_update() -> None:
-            fit.agree(fit.edits.fault(optimizer), Place.UPDATE, unused=fit.edits.skipped + 1)
+            fit.agree(fit.edits.fault(optimizer), SyncPoint.UPDATE, unused=fit.edits.skipped + 1)
 
         fit.isolation.before_hook("on_before_optimizer_step", optimizer)
         fit.edits.look_at_state(optimizer)
@@ -600,7 +606,7 @@ class DifferentialPrivacyStrategy(Strategy):
         if fit.mechanism.is_begun and not fit.isolation.stops.has_stopped:
             self._agree_without_step()
         fault = changed_rows(private_loader_of(trainer)) or fit.isolation.fault
-        fit.agree(fault, Place.END)
+        fit.agree(fault, SyncPoint.END)
         for callback in self._callbacks:
             callback.on_privacy_end(trainer, run)
 
