@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from archives import DATA_VARIABLE
 from common import (
     FEWEST_PAIRS,
     NOISES,
@@ -68,7 +69,6 @@ from lightning_dp.postprocessing import AbstractPostProcessor, LaplacianSmoothin
 from lightning_dp.sampling import Poisson
 from lightning_dp.schedules import AbstractSchedule, Constant, Exponential
 
-DATA_VARIABLE = "LIGHTNING_DP_DATA"
 DELTA = 1e-5
 EPSILONS = (1.0, 3.0, 0.3, 8.0)  # in the order of the work
 FIRST_NOISES = 5  # of each cell, before any is filled up
@@ -572,28 +572,17 @@ class Cell:
         count = "" if len(self.values) >= NOISES else f", n = {len(self.values)}"
         if failed:
             return f"{failed} of {len(self.values)} diverged"
-        found = Summary.of(self.values)
         if PROBLEMS[self.group.problem].by_accuracy:
-            return f"{found.mean:.2f} ± {found.deviation:.2f} (± {found.margin:.2f}{count})"
+            return Summary.of(self.values).text(2, note=count)
         accuracy = 100 * float(np.mean([outcome.test[1] for outcome in self.outcomes]))
-        return (
-            f"{-found.mean:.4f} ± {found.deviation:.4f} (± {found.margin:.4f}{count}), "
-            f"{accuracy:.2f} %"
-        )
+        return Summary.of(np.negative(self.values)).text(4, f", {accuracy:.2f} %", count)
 
     def gain(self) -> str:
         """The mean of the paired differences, its interval, and p."""
         if len(self.gains) < 2 or not np.isfinite(self.gains).all():
             return "–"
-        found, by_accuracy = Summary.of(self.gains), PROBLEMS[self.group.problem].by_accuracy
-        scale, digits = (1, 2) if by_accuracy else (1000, 1)
-        mark = "**" if self.verdict else ""
-        text = f"{scale * found.mean:+.{digits}f} ± {scale * found.margin:.{digits}f}"
-        return f"{mark}{text}{mark} ({p_text(self.p)})"
-
-
-def p_text(p: float) -> str:
-    return "p < 0.001" if p < 1e-3 else f"p = {p:.2g}"
+        scale, digits = (1, 2) if PROBLEMS[self.group.problem].by_accuracy else (1000, 1)
+        return Summary.of(np.multiply(scale, self.gains)).gain(digits, self.p)
 
 
 def cells_of(problem: str, target: float, results: Results) -> dict[str, Cell]:

@@ -2,7 +2,8 @@
 
     python examples/papers/async_federated.py --data DIR [--part NAME ...] [--loss NAME ...] [--quick]
 
-Parts: sizes (Table 3: accuracy for constant sample sizes), rounds (20 rounds against 9), lag, biased
+Parts: sizes (Table 3: accuracy for constant sample sizes), rounds (20 rounds against 9), growth
+(figures 3 to 5), lag, biased
 (clients with one digit each), private (σ = 8 against the smallest valid σ at (1, 5.5e-8) on w8a).
 DIR holds a9a, covertype_subset, phishing, ijcnn1, w8a and mnist as .npz. Prints Markdown; the run
 that was recorded is in results/async_federated.md.
@@ -11,7 +12,10 @@ that was recorded is in results/async_federated.md.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,12 +28,11 @@ from async_federated_run import (
     LOSSES,
     MNIST_CLIENTS,
     NO_PRIVACY,
-    Split,
     federate,
     plain_run,
-    spread,
     strongly_convex,
 )
+from common import NOISES, TEST, Summary, finished, gains_text, table
 from torch import Tensor
 
 from lightning_dp.federated import AsyncPlan, InverseRootSteps, PolynomialSizes
@@ -104,7 +107,7 @@ def rounds_part(options: argparse.Namespace) -> None:
             )
 
 
-def plain_cell(
+def plain_runs(
     name: str,
     options: argparse.Namespace,
     sizes: SampleSizes,
@@ -114,20 +117,51 @@ def plain_cell(
     gradients: int = GRADIENTS,
     lag: int = LAG,
     biased: bool = False,
-) -> str:
-    return spread(
-        [
-            plain_run(
-                Split.of(name, options.data, seed, biased=biased),
-                *(sizes, steps, seed),
-                strongly_convex=convex,
-                local_steps=local_steps,
-                gradients=gradients,
-                lag=lag,
-            )
-            for seed in range(options.seeds)
-        ]
+) -> list[float]:
+    """The accuracy with each seed."""
+    what = (name, options.data, sizes, steps, local_steps, convex, gradients, lag, biased)
+    return [finished(plain_run, *what, seed) for seed in range(options.seeds)]
+
+
+def plain_cell(*what: Any, **more: Any) -> str:
+    return Summary.of(plain_runs(*what, **more)).text(4)
+
+
+@dataclass(frozen=True)
+class LogSizes:
+    """s_i = ⌈a (i + 2) / ln(i + 2)⌉: i / ln i, from where it is defined."""
+
+    a: float
+
+    def __call__(self, i: int) -> int:
+        return math.ceil(self.a * (i + 2) / math.log(i + 2))
+
+
+def growth_part(options: argparse.Namespace) -> None:
+    """The paper's figures 3 to 5: s_i = 50 i^c and 50 i / ln i, η0 = 0.01."""
+    print(
+        "\n## Growing sample sizes: 50 i^c and 50 i / ln i of each client, η0 = 0.01, K = 20,000\n"
     )
+    print(f"{TEST}\n")
+    gradients, each = (2000 if options.quick else GRADIENTS), CLIENTS * 50
+    growths: dict[str, SampleSizes] = {
+        f"c = {c:g}": PolynomialSizes(a=each, c=c, first=1) for c in (0.0, 0.25, 0.5, 0.75, 1.0)
+    }
+    growths["i / ln i"] = LogSizes(each)
+    rounds = [str(rounds_for(sizes, gradients)) for sizes in growths.values()]
+    print(table(["data", "loss", *growths], [["rounds", "", *rounds]]), flush=True)
+    for name in ["a9a"] if options.quick else ["a9a", "covertype_subset"]:
+        for convex in strongly_convex(options):
+            steps = InverseSteps(0.01, 0.001) if convex else InverseRootSteps(0.01, 0.01)
+            found = [
+                plain_runs(name, options, sizes, steps, "diminishing2", convex, gradients)
+                for sizes in growths.values()
+            ]
+            kind = "strongly convex" if convex else "convex"
+            gains = gains_text([(values, found[0]) for values in found[1:]], 4)
+            cells = [Summary.of(values).text(4) for values in found]
+            print(f"| {name} | {kind} | {' | '.join(cells)} |")
+            print(f"| | gain over c = 0 | | {' | '.join(gains)} |", flush=True)
 
 
 def lag_part(options: argparse.Namespace) -> None:
@@ -188,7 +222,7 @@ def mnist_sizes(options: argparse.Namespace) -> None:
             )
             for seed in range(options.seeds)
         ]
-        cells.append(spread(found))
+        cells.append(Summary.of(found).text(4))
     print(f"| mnist | LeNet, {MNIST_CLIENTS} clients | " + " | ".join(cells) + " |")
     paper = " | ".join(f"{value:.4f}" for value in PAPER["mnist", False])
     print(f"| | paper | {paper} |", flush=True)
@@ -229,12 +263,13 @@ def biased_lenet(
         lenet_run(dealt(x, y, 10, seed, biased=biased), (test[0], test[1]), sizes, rates, seed)
         for seed in range(options.seeds)
     ]
-    return spread(found)
+    return Summary.of(found).text(4)
 
 
 PARTS = {
     "sizes": sizes_part,
     "rounds": rounds_part,
+    "growth": growth_part,
     "lag": lag_part,
     "biased": biased_part,
     "private": private_part,
@@ -248,7 +283,7 @@ def main() -> None:
     parser.add_argument("--data", default="", help="folder with the .npz files")
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--loss", nargs="+", choices=LOSSES, default=list(LOSSES))
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=NOISES)
     parser.add_argument("--quick", action="store_true", help="one small run of each part")
     options = parser.parse_args()
     if not options.seeds >= 1:

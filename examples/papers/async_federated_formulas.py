@@ -70,11 +70,11 @@ class PaperSelection:
 
     Args:
         initial_size: s_0.
-        num_records: N.
+        num_records: N of the client.
         sigma: σ.
         epsilon: ε that the theorem is to promise.
         epochs: K / N.
-        power: p.
+        power: p of the sizes.
         r0: r0.
         rate, offset: q and m of s_i = ⌈N q (i + m)^p⌉.
         rounds: T ≈ ((p + 1) K / (N q))^(1/(p + 1)).
@@ -99,30 +99,6 @@ class PaperSelection:
         return self.offset / self.rounds
 
     @property
-    def k_minus(self) -> float:
-        """K⁻ in gradients: up to it the noise per round need not grow with K."""
-        b = _b(self.power, self.r0, self.sigma, self.ratio)
-        return b * self._unit
-
-    @property
-    def k_plus(self) -> float:
-        """K⁺ in gradients: from it on the noise grows."""
-        return _a(self.power, self.r0, self.sigma, self.ratio) * self._unit
-
-    @property
-    def k_star(self) -> float:
-        """K* in gradients: up to it, no batch is larger than r0 N / σ."""
-        p = self.power
-        d = (self.r0 / self.sigma) ** ((1 + p) / p) / (p + 1) * (1 + self.ratio) ** (1 + p)
-        return float(d * self.rate ** (-1 / p) * self.num_records)
-
-    @property
-    def _unit(self) -> float:
-        p = self.power
-        growth = self.epsilon ** ((1 + p) / (1 + 2 * p)) * self.rate ** (-1 / (1 + 2 * p))
-        return float(growth * self.num_records)
-
-    @property
     def budget(self) -> float:
         """The largest √(2 ln(1/δ) / ε) that σ suffices for, by the theorem."""
         factor = (1 + self.ratio) ** (2 + 3 * self.power) / math.sqrt(1 - self.r0 / self.sigma)
@@ -135,14 +111,14 @@ class PaperSelection:
 
     @property
     def sizes(self) -> PowerSizes | PolynomialSizes:
-        """s_i; for p = 1 as the paper rounds it: s_0 + ⌈N q i⌉."""
+        """s_i, for p = 1 as the paper rounds it, s_0 + ⌈N q i⌉."""
         if self.power == 1:
             return PolynomialSizes(self.num_records * self.rate, self.initial_size)
         return PowerSizes(self.num_records, self.rate, self.offset, self.power)
 
     @property
     def rounds_needed(self) -> int:
-        """Rounds of these sizes until K gradients: fewer than T, which is an approximation."""
+        """Rounds of these sizes until K gradients, fewer than T, which is an approximation."""
         return rounds_for(self.sizes, self.epochs * self.num_records)
 
 
@@ -184,7 +160,7 @@ def paper_selection(
 
     Args:
         initial_size: s_0 >= 1.
-        num_records: N.
+        num_records: N of the client.
         sigma: σ.
         epsilon: ε.
         epochs: K / N > 0.
@@ -228,30 +204,6 @@ def paper_selection(
         gamma = offset / rounds
     numbers = (initial_size, num_records, sigma, epsilon, epochs, power, r0)
     return PaperSelection(*numbers, rate, offset, rounds, by_k_star=rate == star)
-
-
-def paper_sigma(selection: PaperSelection, delta: float, gradients: float) -> float:
-    """The least σ that Theorem 3 asks for at K = ``gradients``; for comparison only.
-
-    √(2 ln(1/δ) / ε) (1 + m/T)^(2 + 3p) / √(1 - r0/σ) if K <= K⁻; from K⁺ on that times
-    1.21 (K/K⁺)^((1 + 2p)/(2 + 2p)), for r0 = r0(σ). Between them the theorem says nothing.
-
-    Raises:
-        ValueError: for K between K⁻ and K⁺, or above K*.
-    """
-    if not gradients <= selection.k_star:
-        raise ValueError(f"gradients={gradients} is above K* = {selection.k_star:.6g}.")
-    p, loss = selection.power, selection.sigma / selection.budget
-    base = math.sqrt(2 * math.log(1 / delta) / selection.epsilon) * loss
-    if gradients <= selection.k_minus:
-        return base
-    if gradients < selection.k_plus:
-        raise ValueError(
-            f"gradients={gradients} is between K⁻ = {selection.k_minus:.6g} and K⁺ = "
-            f"{selection.k_plus:.6g}, where Theorem 3 says nothing."
-        )
-    growth: float = (gradients / selection.k_plus) ** ((1 + 2 * p) / (2 + 2 * p))
-    return 2 * math.sqrt(_HALF) * growth * base
 
 
 def true_epsilon(

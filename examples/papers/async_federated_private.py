@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from async_federated_data import binary
-from async_federated_run import CLIENTS, LAG, Split, federate, spread, strongly_convex
+from async_federated_run import CLIENTS, LAG, Split, federate, strongly_convex
+from common import Summary
 
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian, calibrate
 from lightning_dp.federated import AsyncPlan, ClientPrivacy, InverseRootSteps, PolynomialSizes
@@ -114,5 +115,8 @@ def private_row(setting: Setting, options: argparse.Namespace, convex: bool) -> 
     best = max(found, key=lambda eta0: np.mean([row[0] for row in found[eta0]]))
     cells = [setting.name, f"{found[RATES[0]][0][3]:.4f}"]
     for eta0 in (RATES[0], best):
-        cells += [f"{eta0:g}", *(spread([row[k] for row in found[eta0]]) for k in (1, 2))]
+        cells += [
+            f"{eta0:g}",
+            *(Summary.of([row[k] for row in found[eta0]]).text(4) for k in (1, 2)),
+        ]
     return "| " + " | ".join(cells) + " |"

@@ -86,14 +86,8 @@ def federate(
 
 
 def strongly_convex(options: argparse.Namespace) -> list[bool]:
-    """Whether, for each of the losses that were asked for."""
+    """Return, for each of the losses that were asked for, whether it is strongly convex."""
     return [LOSSES[name] for name in options.loss]
-
-
-def spread(values: Sequence[float]) -> str:
-    """Mean ± standard deviation."""
-    deviation = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
-    return f"{np.mean(values):.4f} ± {deviation:.4f}"
 
 
 # -- logistic regression ---------------------------------------------------------------------
@@ -134,22 +128,23 @@ NO_PRIVACY = ClientPrivacy(math.inf, 0.0, target_epsilon=math.inf)
 
 
 def plain_run(
-    split: Split,
+    name: str,
+    folder: str,
     sizes: SampleSizes,
     steps: StepSizes,
-    seed: int,
-    *,
-    strongly_convex: bool,
     local_steps: str,
-    gradients: int = GRADIENTS,
-    lag: int = LAG,
+    strongly_convex: bool,
+    gradients: int,
+    lag: int,
+    biased: bool,
+    seed: int,
 ) -> float:
     """Accuracy without privacy: the model moves inside a round, as in the paper.
 
     ``sizes`` are those of all clients together, as is t in the step sizes.
     """
+    split = Split.of(name, folder, seed, biased=biased)
     plan = AsyncPlan(rounds_for(sizes, gradients), sizes, steps, lag=lag)
     records = split.records(strongly_convex=strongly_convex)
-    start = split.start()
-    point, _ = federate(records, start, plan, NO_PRIVACY, seed, local_steps, 1 / CLIENTS)
+    point, _ = federate(records, split.start(), plan, NO_PRIVACY, seed, local_steps, 1 / CLIENTS)
     return split.accuracy(point)

@@ -29,18 +29,17 @@ from __future__ import annotations
 import argparse
 import math
 import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
-from common import finished
-from diff2_data import DATA_VARIABLE, SETS, raw, split
+from archives import DATA_VARIABLE, folder_of
+from common import finished, print_heading
+from diff2_data import SETS, raw, split
 from diff2_model import HIDDEN
 from diff2_report import draw, print_noise, print_results, write_tried
 from diff2_run import DELTA, Noise, Run, Setting, Trace, execute, walk
@@ -310,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     given = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(given)
-    folder = options.data or os.environ.get(DATA_VARIABLE, "")
+    folder = folder_of(options.data)
     default = ["california"] if options.quick or options.settled else ["california", "gas"]
     names = options.sets or (list(SETS) if options.all else default)
     names = [name for name in names if raw(name, folder) is not None]
@@ -320,10 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         size = Size(options.rounds, options.seeds, points=2, finalists=1, is_thin=True)
     options.output.mkdir(parents=True, exist_ok=True)
-    packages = ("lightning-dp", "torch", "numpy", "scipy")
-    shown = ["DIR" if argument == options.data else str(argument) for argument in given]
-    print(f"# DIFF2\n\n    python examples/papers/diff2.py {' '.join(shown)}")
-    print(f"\nPython {sys.version.split()[0]}, {', '.join(f'{p} {version(p)}' for p in packages)}")
+    print_heading("DIFF2", given, options.data)
     start = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:

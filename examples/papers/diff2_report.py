@@ -75,7 +75,7 @@ def write_tried(methods: Sequence[Method], path: Path) -> None:
 
 
 def print_noise(title: str, data: Split, epsilon: float, rounds: int) -> None:
-    """What the two accountings ask for."""
+    """Print the noise that the two accountings ask for."""
     records = data.train.count
     print(
         f"\n## {title}: n = {records}, {len(data.test.y.flatten())} to test, ε = {epsilon:g}, "

@@ -38,7 +38,7 @@ Noise = Literal["none", "paper", "exact", "add/remove"]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is tuned.
+    """The settings that are tuned.
 
     Args:
         rate: η.
@@ -81,7 +81,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a run did.
+    """The course of a run.
 
     Args:
         values: train loss, squared norm of its gradient, test loss, at every 20th round.

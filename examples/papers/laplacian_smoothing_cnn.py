@@ -7,16 +7,14 @@ a third of the time that Opacus' hooks take there.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import torch
-from dynamic_noise_data import mnist
+from archives import mnist
 from laplacian_smoothing_data import cifar10
 from torch import Tensor, nn
 
@@ -89,7 +87,7 @@ class Run:
 
     @property
     def method(self) -> str:
-        """The paper's name: SGD, LSSGD, Adam or LSAdam."""
+        """The paper's name, one of SGD, LSSGD, Adam and LSAdam."""
         return ("LS" if self.sigma else "") + self.optimizer
 
 
@@ -227,24 +225,6 @@ def accuracy(net: nn.Module, x: Tensor, y: Tensor) -> float:
     """Percent that is classified correctly."""
     parts = zip(x.split(500), y.split(500), strict=True)
     return 100 * sum(float((net(a).argmax(1) == b).sum()) for a, b in parts) / len(y)
-
-
-def fit_all(
-    runs: Sequence[Run], folder: str, file: Path, say: Callable[[str], None] = lambda text: None
-) -> dict[Run, Outcome]:
-    """Fit one after the other; what ``file`` holds already is not fitted again."""
-    done = {}
-    if file.is_file():
-        for line in file.read_text().splitlines():
-            run, outcome = json.loads(line)
-            done[Run(**run)] = Outcome(**outcome)
-    for run in runs:
-        if run not in done:
-            done[run] = fit(run, folder)
-            with file.open("a") as lines:
-                lines.write(json.dumps([asdict(run), asdict(done[run])]) + "\n")
-            say(f"{run}: {done[run].last[-1]:.2f} % in {done[run].seconds:.0f} s")
-    return {run: done[run] for run in runs}
 
 
 # -- what is run -----------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ def test_the_quick_run_prints_its_tables_and_draws_its_pictures(run_paper, folde
     assert done.returncode == 0, done.stderr
     for words in (
         "## 1. Multiclass logistic regression on MNIST",
-        "(paper 76.29)",
+        ", paper 76.29",
         "Smoothing is not worse than none in",
         "## 2. The paper's CNN on MNIST",
         "## 3. MNIST at noise multiplier 10",
