@@ -249,16 +249,18 @@ class Check:
         if exchanged is None:
             return found
         self._compare(found, together, exchanged, kept)
-        if together.public_steps and not self._settings.is_count_public:
-            fewer = self._try(found, variants.alone, range(len(kept)), watched)
-            found.public |= fewer is not None and _steps_differ(together, fewer)
+        counts_steps = bool(together.public_steps) and not self._settings.is_count_public
+        if not (counts_steps or self._settings.fewer):
+            return found
+        alone = self._try(found, variants.alone, range(len(kept)), watched)
+        if alone is None:
+            return found
+        found.public |= counts_steps and _steps_differ(together, alone)
         if self._settings.fewer:
-            alone = self._try(found, variants.alone, range(len(kept)), watched)
-            if alone is not None:
-                if self._settings.gradients and not together.has_drawn:
-                    found.alone = self._distance(together, alone, len(kept))
-                self._compare_ends(found, together, alone)
-                found.alone_end = alone.end
+            if self._settings.gradients and not together.has_drawn:
+                found.alone = self._distance(together, alone, len(kept))
+            self._compare_ends(found, together, alone)
+            found.alone_end = alone.end
         return found
 
     def _try(
@@ -364,7 +366,7 @@ class Check:
         if len(ends) == 2 and not found.buffers:
             twins.after_pair(ends[0], ends[1], found.alone_end)
 
-    def _in_world(self, world: AbstractContextManager[None]) -> Run:
+    def _in_world(self, world: AbstractContextManager[object]) -> Run:
         with world:
             return self._run(self._samples, self._kept(0))
 

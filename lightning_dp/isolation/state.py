@@ -126,38 +126,36 @@ class TwinState:
         self._twins = {**self._left, **_twins_of(end, other)}
 
     @contextmanager
-    def in_place(self, *, scale: float = 1.0, parameters: bool = False) -> Iterator[None]:
-        """Put the twins into the module inside, which is restored afterwards.
+    def in_place(self, *, scale: float = 1.0) -> Iterator[None]:
+        """Put the twins into the module inside, which is restored afterwards, weights too.
 
         Args:
             scale: times the difference between the twin and the value of now, for numbers.
-            parameters: also restore the values of parameters.
         """
-        with restored(self._module, parameters=parameters) as now:
-            self._left = _put(now, self._twins, scale)
+        with self._world(self._twins, scale) as self._left:
             yield
 
-    @contextmanager
-    def at_end(self, of: int) -> Iterator[None]:
+    def at_end(self, of: int) -> AbstractContextManager[object]:
         """Put what followed the records of the latest pair into the module inside.
 
         Args:
             of: 0 for the batch, 1 for the one with other records.
         """
-        with restored(self._module) as now:
-            _put(now, self._ends[of], 1.0)
-            yield
+        return self._world(self._ends[of], 1.0)
 
-    @contextmanager
-    def far(self, sign: float) -> Iterator[None]:
+    def far(self, sign: float) -> AbstractContextManager[object]:
         """Put all that ever followed the records far away from both worlds inside.
 
         Args:
             sign: 1 or -1, the direction; 0 leaves it where it is.
         """
+        return self._world(self._ever, sign * _FAR)
+
+    @contextmanager
+    def _world(self, twins: Mapping[Path, _Twin], scale: float) -> Iterator[dict[Path, _Twin]]:
+        """Yield those that have no place in the module."""
         with restored(self._module, parameters=True) as now:
-            _put(now, self._ever, sign * _FAR)
-            yield
+            yield _put(now, twins, scale)
 
     def fault(self) -> str:
         """Return the words for gradients that differ with the twins in place."""
@@ -180,8 +178,9 @@ class TwinState:
         Returns:
             The fault, if an optimizer setting follows the records.
         """
-        worlds = [self.in_place(scale=scale, parameters=True) for scale in (1.0, _FAR, -_FAR)]
-        worlds = worlds if self._twins else []
+        worlds: list[AbstractContextManager[object]] = []
+        if self._twins:
+            worlds += [self.in_place(scale=scale) for scale in (1.0, _FAR, -_FAR)]
         near = len(worlds)
         if is_of_epoch and self._ever:
             worlds += [self.far(1.0), self.far(-1.0)]
@@ -228,7 +227,7 @@ class TwinState:
         return written - {each.name for end in ends[1:] for each in ends[0].differences(end)}
 
     def _end_in(
-        self, world: AbstractContextManager[None], hook: Callable[..., Any], args: tuple[Any, ...]
+        self, world: AbstractContextManager[object], hook: Callable[..., Any], args: tuple[Any, ...]
     ) -> Any:
         """Return the state after a hook; None if it raises."""
         try:
