@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +37,16 @@ from lightning_dp.isolation.comparison import (
 from lightning_dp.isolation.replay import Run, Runner, StepAsRun, without_dropout
 from lightning_dp.isolation.state import TwinState
 
-__all__ = ["BY_CONSTRUCTION", "CURES", "Check", "Outcome", "Schedule", "Settings", "stand_by"]
+__all__ = [
+    "BY_CONSTRUCTION",
+    "CURES",
+    "Check",
+    "Outcome",
+    "Schedule",
+    "Settings",
+    "outcome_of",
+    "stand_by",
+]
 
 # A fault shows in so many of the further exchanges; a tie that rounding decides does not come again.
 _ATTEMPTS, _MUST_SHOW = 8, 2
@@ -140,8 +149,8 @@ class Check:
             look = partial(self._sample, rows=self._kept(0))
             self.step = StepAsRun(runner, batch, self._samples, look)
 
-    def look(self) -> bool:
-        """Make the first runs; return True if they show something that is to be settled.
+    def look(self) -> None:
+        """Make the first runs, to be settled.
 
         Raises:
             UnsupportedModelError: of the model, whatever its samples are.
@@ -150,7 +159,6 @@ class Check:
             found = self._first = self._pair(0)
             self.not_compared = found.why_not
             self._note_twins(found)
-        return bool(self._seen(found)) or bool(self._fault)
 
     @contextmanager
     def _at_begin(self) -> Iterator[None]:
@@ -419,6 +427,17 @@ class Check:
         if self.not_compared:
             return Outcome("not compared", self.not_compared)
         return Outcome("isolated")
+
+
+def outcome_of(checks: Iterable[Check], attempts: int = _ATTEMPTS) -> Outcome:
+    """Return the outcome of one check after the other in this process, the first that is not isolated."""
+    found = Outcome("isolated")
+    for check in checks:
+        check.look()
+        found = check.settle(bool, attempts)
+        if found.kind != "isolated":
+            break
+    return found
 
 
 def stand_by(anyone: Callable[[bool], bool], attempts: int = _ATTEMPTS) -> None:

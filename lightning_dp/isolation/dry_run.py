@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -19,7 +19,7 @@ from lightning_dp.functional import in_float64
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.batches import UNKNOWN_LAYOUT, Layout, is_image, leaves, map_leaves
-from lightning_dp.isolation.check import CURES, Check, Outcome, Settings
+from lightning_dp.isolation.check import CURES, Check, Outcome, Settings, outcome_of
 from lightning_dp.isolation.comparison import GradientSample, UnitRows
 from lightning_dp.isolation.replay import Runner
 from lightning_dp.isolation.state import TwinState
@@ -101,7 +101,8 @@ class DryRun:
             samples, norms = self._samples_and_norms(runner)
             longest = max(norms[norms.isfinite()].tolist(), default=0.0)
             query = _plain(min(clip_norm, longest) if longest > _NOTHING else clip_norm)
-            found = _compared(runner, samples, partial(settings, query=query), twins)
+            checks = _checks(runner, samples, partial(settings, query=query), twins)
+            found = outcome_of(checks, attempts=2)
             if found.kind == "isolated" and not runner.passes.engine.isolates:
                 return mean_or_sum(runner, samples)
             return found
@@ -138,20 +139,15 @@ class DryRun:
         return [UnitRows(islice(rows, 1 + place % 2)) for place in range(count)]
 
 
-def _compared(
+def _checks(
     runner: Runner, samples: list[Any], settings: Callable[..., Settings], twins: TwinState
-) -> Outcome:
-    """Compare twice: what the first time leaves is what the second time may read."""
-    found, count = Outcome("isolated"), len(samples)
+) -> Iterator[Check]:
+    """Yield two checks: what the first one leaves is what the second one may read."""
+    count = len(samples)
     for kept in (list(range(count // 2)), list(range(count // 2, count))):
         start = RandomState.seeded(runner.device, _FIRST + kept[0])
         asked = settings(whole=count, seed=_SEED, fewer=not kept[0])
-        check = Check(runner, samples, asked, partial(_same, kept), twins, start)
-        check.look()
-        found = check.settle(bool, attempts=2)
-        if found.kind != "isolated":
-            return found
-    return found
+        yield Check(runner, samples, asked, partial(_same, kept), twins, start)
 
 
 def _same(kept: list[int], attempt: int) -> list[int]:
