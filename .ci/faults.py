@@ -203,7 +203,7 @@ FAULTS = (
         "|= any(now.get(id(each)) != version for each, version in before)",
         "and False",
     ),
-    Fault("constant_losses_pass", "not bool((norms > _NOTHING).any())", "and False"),
+    Fault("constant_losses_pass", "not bool((first.norms > _NOTHING).any())", "and False"),
     Fault("norms_not_judged", "before.norms.clamp(min=1.0)).sum().abs() * (n / k)", " * 0"),
     Fault("a_rule_that_reads_is_public", "return stops(_unreadable(reads))", " or True  #"),
     Fault("callbacks_mix_records", "not (is_same or self._step.one_record)", "and False"),

@@ -130,6 +130,8 @@ class Check:
         """Names of what the step writes, and writes alike whatever the records are."""
         self.step: StepAsRun | None = None
         """The step itself, if it can stand for the run of all samples together."""
+        self.together: Run | None = None
+        """An earlier run of all samples together, from the same start; else it is made."""
         self._begin = Snapshot.of(runner.module, parameters=self._moves_weights)
         self._trains = [param.requires_grad for param in runner.module.parameters()]
 
@@ -252,7 +254,8 @@ class Check:
         beside = None if exchanged is None else self._beside_step(exchanged, kept)
         if beside is not None:
             return beside
-        together = self._run(variants.together, kept, watched=watched)
+        earlier, self.together = self.together, None
+        together = earlier or self._run(variants.together, kept, watched=watched)
         found.runs = [together]
         if exchanged is None:
             return found

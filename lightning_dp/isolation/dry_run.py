@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -15,13 +16,14 @@ from torch import Tensor
 
 from lightning_dp._snapshot import RandomState
 from lightning_dp.boundary import Query, Term
-from lightning_dp.functional import in_float64
+from lightning_dp.functional import in_float64, number_of_entries
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.batches import UNKNOWN_LAYOUT, Layout, is_image, leaves, map_leaves
+from lightning_dp.gradients.parameter_sum import BookkeptGradients
 from lightning_dp.isolation.check import CURES, Check, Outcome, Settings, outcome_of
-from lightning_dp.isolation.comparison import GradientSample, UnitRows
-from lightning_dp.isolation.replay import Runner
+from lightning_dp.isolation.comparison import GradientSample, UnitRows, take_sample
+from lightning_dp.isolation.replay import Run, Runner
 from lightning_dp.isolation.state import TwinState
 
 __all__ = ["DryRun", "find_layout", "mean_or_sum"]
@@ -98,38 +100,35 @@ class DryRun:
         """
         runner.without_dropout = True
         try:
-            samples, norms = self._samples_and_norms(runner)
-            longest = max(norms[norms.isfinite()].tolist(), default=0.0)
-            query = _plain(min(clip_norm, longest) if longest > _NOTHING else clip_norm)
-            checks = _checks(runner, samples, partial(settings, query=query), twins)
+            first = self._first_run(runner, clip_norm)
+            checks = _checks(runner, first, partial(settings, query=_plain(first.unit)), twins)
             found = outcome_of(checks, attempts=2)
             if found.kind == "isolated" and not runner.passes.engine.isolates:
-                return mean_or_sum(runner, samples)
+                return mean_or_sum(runner, first.samples)
             return found
         except UnsupportedModelError:
             raise
         except Exception as error:  # the user's code, on values that are none of the user's
             return Outcome("not compared", f"{type(error).__name__}: {error}")
 
-    def _samples_and_norms(self, runner: Runner) -> tuple[list[Any], Tensor]:
-        """Return samples that the model takes, and the norms of their gradients.
+    def _first_run(self, runner: Runner, clip_norm: float) -> _FirstRun:
+        """Run samples that the model takes.
 
         Raises:
             UnsupportedModelError: where a record alone has no gradient.
         """
         count = _FEWEST if runner.passes.engine.one_record else _SAMPLES
         try:
-            samples = self._units(count)
-            norms = _norms(runner, samples, _FIRST)
+            first = _FirstRun(runner, self._units(count), clip_norm)
         except UnsupportedModelError:
             raise
         except Exception:  # synthetic lengths that it does not take
-            samples = self._units(count, are_longer=False)
-            norms = _norms(runner, samples, _FIRST)
-        is_constant = runner.passes.engine.isolates and not bool((norms > _NOTHING).any())
-        if is_constant and runner.has_plain_gradient(samples):
+            first = _FirstRun(runner, self._units(count, are_longer=False), clip_norm)
+        isolates = runner.passes.engine.isolates
+        is_constant = isolates and not bool((first.norms > _NOTHING).any())
+        if is_constant and runner.has_plain_gradient(first.samples):
             raise UnsupportedModelError(_CONSTANT, topic="coupled-records")
-        return samples, norms
+        return first
 
     def _units(self, count: int, *, are_longer: bool = True) -> list[Any]:
         """Return synthetic units: single samples, or some with two rows and some with one."""
@@ -139,15 +138,57 @@ class DryRun:
         return [UnitRows(islice(rows, 1 + place % 2)) for place in range(count)]
 
 
+class _FirstRun:
+    """A run of all samples: the norms of their gradients, and what comparisons take from it."""
+
+    def __init__(self, runner: Runner, samples: list[Any], clip_norm: float) -> None:
+        self.samples, self.unit = samples, clip_norm
+        self._clip_norm, self._clipping = clip_norm, runner.passes.clipping
+        half = len(samples) // 2
+        self.halves = [list(range(half)), list(range(half, len(samples)))]
+        self.norms = torch.zeros(len(samples), dtype=torch.float64)
+        self._sizes = [number_of_entries([param]) for param in runner.params]
+        self._looks: list[GradientSample] = []
+        start = RandomState.seeded(runner.device, _FIRST)
+        self._run = runner.run(samples, _plain(1.0), start, self._look)
+
+    def _look(self, gradients: AbstractPerSampleGradients) -> GradientSample:
+        self.norms = in_float64(gradients.norms().detach())
+        finite = self.norms[self.norms.isfinite()]
+        longest = float(finite.max()) if len(finite) else 0.0
+        self.unit = min(self._clip_norm, longest) if longest > _NOTHING else self._clip_norm
+        can_be_looked_at_again = isinstance(gradients, BookkeptGradients)
+        for rows in self.halves if can_be_looked_at_again else self.halves[:1]:
+            generator = torch.Generator().manual_seed(_SEED)
+            look = take_sample(gradients, rows, self.unit, self._sizes, generator, self._clipping)
+            self._looks.append(look)
+        return self._looks[0]
+
+    def of_half(self, i: int) -> Run | None:
+        """Return the run with what is compared of a half, if it need not be made again for it."""
+        if i == 0:
+            return self._run
+        if len(self._looks) == 1 or self._run.has_drawn:
+            return None
+        return (
+            self._run
+            if self._run.gradients is None
+            else replace(self._run, gradients=self._looks[i])
+        )
+
+
 def _checks(
-    runner: Runner, samples: list[Any], settings: Callable[..., Settings], twins: TwinState
+    runner: Runner, first: _FirstRun, settings: Callable[..., Settings], twins: TwinState
 ) -> Iterator[Check]:
     """Yield two checks: what the first one leaves is what the second one may read."""
-    count = len(samples)
-    for kept in (list(range(count // 2)), list(range(count // 2, count))):
-        start = RandomState.seeded(runner.device, _FIRST + kept[0])
-        asked = settings(whole=count, seed=_SEED, fewer=not kept[0])
-        yield Check(runner, samples, asked, partial(_same, kept), twins, start)
+    for i, kept in enumerate(first.halves):
+        together = first.of_half(i)
+        seed = _FIRST if together is not None else _FIRST + kept[0]
+        start = RandomState.seeded(runner.device, seed)
+        asked = settings(whole=len(first.samples), seed=_SEED, fewer=i == 0)
+        check = Check(runner, first.samples, asked, partial(_same, kept), twins, start)
+        check.together = together
+        yield check
 
 
 def _same(kept: list[int], attempt: int) -> list[int]:
