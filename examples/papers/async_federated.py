@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,7 @@ def rounds_part(options: argparse.Namespace) -> None:
     """20 rounds of 200 against 9 rounds of 89, 178, ..., 801."""
     growing = PolynomialSizes(a=CLIENTS * 89, first=1)
     print("\n## 20 rounds of constant size against 9 rounds of growing size, K = 20,000\n")
+    print(f"{TEST}\n")
     head = ["constant 200, η = .0025"]
     head += [f"{local}, {rate}" for rate in ("η0 = .1", "smaller η0") for local in LOCAL_STEPS]
     print(f"| data | loss | {' | '.join(head)} | rounds |")
@@ -93,12 +95,18 @@ def rounds_part(options: argparse.Namespace) -> None:
             for eta0 in GROWING_RATES[convex]:
                 steps = InverseSteps(eta0, 0.001) if convex else InverseRootSteps(eta0, 0.01)
                 settings += [(growing, steps, local) for local in LOCAL_STEPS]
-            cells = [plain_cell(name, options, *each, convex, gradients) for each in settings]
+            found = [plain_runs(name, options, *each, convex, gradients) for each in settings]
             rounds = [rounds_for(sizes, gradients) for sizes, *_ in settings[:2]]
-            kind = "strongly convex" if convex else "convex"
-            print(
-                f"| {name} | {kind} | {' | '.join(cells)} | {rounds[0]}, {rounds[1]} |", flush=True
-            )
+            print_rows(name, convex, found, f"{rounds[0]}, {rounds[1]}")
+
+
+def print_rows(name: str, convex: bool, found: Sequence[Sequence[float]], *more: str) -> None:
+    """A row of accuracies, and one of their gains over the first."""
+    cells = [Summary.of(values).text(4) for values in found]
+    kind = "strongly convex" if convex else "convex"
+    gains = gains_text([(values, found[0]) for values in found[1:]], 4)
+    for row in ([name, kind, *cells, *more], ["", "gain over the first", "", *gains]):
+        print(f"| {' | '.join(row)} |", flush=True)
 
 
 def plain_runs(
@@ -151,11 +159,7 @@ def growth_part(options: argparse.Namespace) -> None:
                 plain_runs(name, options, sizes, steps, "diminishing2", convex, gradients)
                 for sizes in growths.values()
             ]
-            kind = "strongly convex" if convex else "convex"
-            gains = gains_text([(values, found[0]) for values in found[1:]], 4)
-            cells = [Summary.of(values).text(4) for values in found]
-            print(f"| {name} | {kind} | {' | '.join(cells)} |")
-            print(f"| | gain over c = 0 | | {' | '.join(gains)} |", flush=True)
+            print_rows(name, convex, found)
 
 
 def lag_part(options: argparse.Namespace) -> None:
