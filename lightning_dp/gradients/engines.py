@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeAlias
 
 from torch import nn
 
@@ -33,6 +34,7 @@ _WHOLE = (
     "With manual optimization or several optimizers, training_step runs with the whole batch, which "
     "engine={!r} does not. Leave the engine at 'auto'."
 )
+Make: TypeAlias = Callable[[nn.Module, Sequence[nn.Parameter]], AbstractGradientEngine]
 _LONGEST = 300  # characters of a reason that is told in short
 
 
@@ -42,21 +44,21 @@ class Rung:
 
     Args:
         name: in reports and refusals.
-        make: makes the engine.
+        make: makes the engine for a model and its trained parameters.
         of_shards: makes it where each process holds a part of each parameter; None if it cannot be.
         runs_whole_batch: ``training_step`` runs once, with all records.
     """
 
     name: str
-    make: Callable[[], AbstractGradientEngine]
-    of_shards: Callable[[], AbstractGradientEngine] | None = None
+    make: Make
+    of_shards: Make | None = None
     runs_whole_batch: bool = True
 
 
-def _hooks() -> AbstractGradientEngine:
+def _hooks(module: nn.Module, params: Sequence[nn.Parameter]) -> AbstractGradientEngine:
     from lightning_dp.gradients.opacus_hooks import OpacusHooks  # Opacus takes a second to import
 
-    return OpacusHooks()
+    return OpacusHooks(module, params)
 
 
 _LAYERS = Rung("layers", LayerCalls, of_shards=partial(LayerCalls, units=True))
@@ -77,7 +79,7 @@ class EngineChoice:
     """The engine that a name stands for: the first of its ladder that can handle the model.
 
     Whether one can is decided by the model, the shapes of a batch and the graph of its loss. It shows
-    when the engine is attached, on a synthetic batch, or on a real one. The choice only ever goes
+    when the engine is made, on a synthetic batch, or on a real one. The choice only ever goes
     down, and all who share it go on with the engine that it has come to.
 
     Args:
@@ -131,21 +133,18 @@ class EngineChoice:
         why = _in_short(self._reasons[-1].text)
         return f"{self._rung.name}, since {above.name} does not cover this model: {why}"
 
-    def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> AbstractGradientEngine:
-        """Return the first engine from here on that can handle the model, watching it, or refuse it."""
+    def make(self, module: nn.Module, params: Sequence[nn.Parameter]) -> AbstractGradientEngine:
+        """Return the first engine from here on that can handle the model, or refuse it."""
         refuse_special(module, params)
         refuse_other_shards(module, params)
         while True:
-            engine = self._rung.make()
             try:
                 if self._rung.of_shards is None:
                     refuse_sharded(module)
-                engine.attach(module, params)
+                return self._rung.make(module, params)
             except UnsupportedModelError as reason:
                 if not self.fall(reason):
                     raise self.refusal(reason) from reason
-            else:
-                return engine
 
     def fall(self, reason: UnsupportedModelError) -> bool:
         """Go on to the next engine, if there is one that may do better.

@@ -230,11 +230,12 @@ class ParameterGradients:
             )
         if records is not None:
             uses = [use.of(records) for use in uses]
+        weights = weights if weights.dtype is onto.dtype else weights.to(onto.dtype)
         for use in uses:
             if left_out is not None:
                 use = use.without(left_out)
-            own = weights if weights.dtype is use.u.dtype else weights.to(use.u.dtype)
-            use.form.add_weighted_sum(use.v, use.u, own, onto, is_new=is_new)
+            use = use if use.u.dtype is onto.dtype else use.to(onto.dtype)
+            use.form.add_weighted_sum(use, weights, onto, is_new=is_new)
             is_new = False
         self.discard()
 

@@ -93,21 +93,15 @@ class Records(AbstractGradientEngine):
     has_products = True
     isolates = True
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         if MISSING:
             raise UnsupportedModelError(_NOT_HERE.format(", ".join(MISSING)), topic="engines")
-        self._module: nn.Module | None = None
-        self._params: tuple[nn.Parameter, ...] = ()
-        self._names: dict[int, str] = {}
+        super().__init__(module, params)
+        self._names = {id(param): name for name, param in module.named_parameters()}
         self._memory = ScratchPool()
         self._own_memory = self._along = self._edits = self._has_owners = False
         self._groups: list[_Group] = []
         self._size = 0
-
-    def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-        self.detach()
-        self._module, self._params = module, tuple(params)
-        self._names = {id(param): name for name, param in module.named_parameters()}
 
     # -- forward ---------------------------------------------------------------------------
 
@@ -212,8 +206,6 @@ class Records(AbstractGradientEngine):
     def along(
         self, run_again: Callable[[], Tensor], direction: Tensor, weights: tuple[float, float]
     ) -> AbstractPerSampleGradients:
-        assert self._module is not None
-
         def run(duals: Sequence[Tensor]) -> None:
             loss = run_again()
             sums = [DualSums(self._params, self._memory, duals, weights) for _ in self._groups]
@@ -282,11 +274,6 @@ class Records(AbstractGradientEngine):
     def drop(self) -> None:
         super().drop()
         self._groups = []
-
-    def detach(self) -> None:
-        self.drop()
-        self._module, self._params, self._names = None, (), {}
-        self._memory = ScratchPool()
 
 
 @contextmanager

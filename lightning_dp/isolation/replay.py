@@ -217,7 +217,7 @@ class Runner:
             run.given = Snapshot.of(module) if self.passes.engine.isolates else None
             writes, calls = Writes(module, self.params), list[Call]()
             if watched and not self.passes.engine.isolates:
-                stack.callback(watch_calls(module, calls).take_off)
+                stack.enter_context(watch_calls(module, calls).on())
             self._differentiate(run, query, start, look)
             run.written = writes.names()
             run.calls = tuple(calls)

@@ -524,8 +524,8 @@ class FitEngine:
         All processes make each pass together, so none of them may run a chunk again by itself.
         """
         if self.is_sharded:
-            with self.passes.without_engine():  # between two batches
-                self.choice.stay(self._world.broadcast(self.choice.reasons))
+            self.choice.stay(self._world.broadcast(self.choice.reasons))
+            self.passes.go_on()
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:

@@ -35,12 +35,12 @@ class Fussy(LayerCalls):
         if place == self.place and rows != 4:
             raise UnsupportedModelError(f"0 (Linear) saw {rows} rows and not 4. Give it 4.")
 
-    def attach(self, module: nn.Module, params: Any) -> None:
-        super().attach(module, params)
-        self._refuse("attach", 0)
+    def __init__(self, module: nn.Module, params: Any) -> None:
+        super().__init__(module, params)
+        self._refuse("made", 0)
 
     def backward(self, loss: Tensor, **how: Any) -> None:
-        self._rows = len(self._attached._calls[0].inputs._inputs[0])
+        self._rows = len(self._calls[0].inputs._inputs[0])
         self._refuse("backward", self._rows)
         super().backward(loss, **how)
 
@@ -76,7 +76,7 @@ def chunk_of(model: nn.Module, rows: int, runs: list[int]) -> Replay:
     return Replay(forward, x, rows)
 
 
-@pytest.mark.parametrize("place", ["attach", "backward", "take"])
+@pytest.mark.parametrize("place", ["made", "backward", "take"])
 def test_the_next_engine_answers_from_the_same_records_and_random_numbers(place, ladder):
     ladder(place)
     answers, described, runs = [], [], list[int]()
@@ -90,7 +90,7 @@ def test_the_next_engine_answers_from_the_same_records_and_random_numbers(place,
             described.append(passes.description)
     torch.testing.assert_close(*answers, rtol=0, atol=0)
     assert described[1].startswith("layers, since fussy does not cover this model: 0 (Linear)")
-    assert runs == [4, 3, 4] * 2 if place == "attach" else [4, 3, 4, 4, 3, 3, 4]
+    assert runs == [4, 3, 4] * 2 if place == "made" else [4, 3, 4, 4, 3, 3, 4]
 
 
 def test_no_random_numbers_are_drawn_by_a_run_that_is_repeated(ladder):

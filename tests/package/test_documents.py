@@ -67,10 +67,15 @@ def test_every_path_and_every_dotted_name_of_a_document_is_there():
 
 
 ROOT = Path(__file__).parents[2]
-CODE = sorted([*ROOT.glob("lightning_dp/**/*.py"), *ROOT.glob("callbacks/*.py")])
+CODE = sorted(
+    [
+        *(*ROOT.glob("lightning_dp/**/*.py"), *ROOT.glob("callbacks/*.py")),
+        *(*ROOT.glob("examples/papers/*.py"), *ROOT.glob("examples/recipes/*.py")),
+    ]
+)
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "lightning_dp/troubleshooting.md")),
-    *sorted(ROOT.glob("docs/**/*.md")),
+    *sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/papers/**/*.md")]),
 ]
 
 QUESTION = re.compile(r"(What|Whether|How|Who|Which|Where|When|Why)\b")

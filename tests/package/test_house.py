@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FILES, LINES, STEP = 128, 41_660, 46  # with limits of batches, allocated epochs, 16-mixed
+FILES, LINES, STEP = 128, 41_520, 46  # with limits of batches, allocated epochs, 16-mixed
 
 
 def house():
@@ -26,6 +26,7 @@ def test_it_does_not_grow():
     assert lines <= LINES
 
 
-def test_a_step_visits_few_files():
-    here = house()
-    assert len(here.output_of(here.STEP.replace("{root}", str(ROOT))).split()) <= STEP
+def test_a_step_visits_few_files(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)  # where the fit writes its journal
+    exec(house().STEP.replace("{root}", str(ROOT)), {})
+    assert 30 < len(capsys.readouterr().out.splitlines()[-1].split()) <= STEP

@@ -144,8 +144,8 @@ class Fussy(LayerCalls):
         if place == self.place and is_odd:
             raise UnsupportedModelError(f"net (Linear) saw rows of {self.width} places. Cut them.")
 
-    def attach(self, module: nn.Module, params: Any) -> None:
-        super().attach(module, params)
+    def __init__(self, module: nn.Module, params: Any) -> None:
+        super().__init__(module, params)
         self._odd = False
         layer = next(part for part in module.modules() if isinstance(part, nn.Linear))
 
@@ -153,7 +153,7 @@ class Fussy(LayerCalls):
             self._odd = args[0].shape[1] == self.width
             self._refuse("forward", is_odd=self._odd)
 
-        self._look = self._attached._hooks.add(layer, layer.register_forward_pre_hook, look)
+        self._hooks.add(layer, layer.register_forward_pre_hook, look)
 
     def backward(self, loss: Tensor, **how: Any) -> None:
         self._refuse("backward", is_odd=self._odd)
