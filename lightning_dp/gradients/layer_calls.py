@@ -257,6 +257,7 @@ class LayerCalls(AbstractLayerEngine):
 
     name = "layers"
     has_products = True
+    takes_shards = True
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
         trained = self._whole.trained
