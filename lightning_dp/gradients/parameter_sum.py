@@ -368,14 +368,10 @@ class BookkeptGradients(AbstractPerSampleGradients):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         total = flat_memory(held_here(self._params))
-        self._sum_up(weights, total, is_new=True)
+        self.add_weighted_sum(weights, total, is_new=True)
         return total
 
-    def add_weighted_sum(self, weights: Tensor, onto: Tensor) -> None:
-        self._sum_up(weights, onto, is_new=False)
-
-    def _sum_up(self, weights: Tensor, onto: Tensor, *, is_new: bool) -> None:
-        """Add the sum to a vector; to nothing, if nobody has written into it."""
+    def add_weighted_sum(self, weights: Tensor, onto: Tensor, *, is_new: bool = False) -> None:
         weights = (weights * self._factor).to(torch.promote_types(self._dtype, torch.float32))
         of_all = without_zeros(weights) if weights.dim() == 1 else None
         here = held_here(self._params)
