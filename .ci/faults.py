@@ -53,6 +53,7 @@ TESTS = [
     "tests/federated/test_contract.py",
     "tests/federated/test_outliving.py",
     "tests/federated/test_synchronous.py",
+    "tests/federated/test_synchronous_sampling.py",
     "tests/test_correlated_noise.py",
     "tests/strategies/test_blocks.py",
     "tests/test_clipping.py",
@@ -230,6 +231,15 @@ FAULTS = (
     Fault("any_norm_passes", "clip_norm * records + noise", "* 1e9", "protocol"),
     Fault("honest_norms_refused", "clip_norm * records + noise", "* 0", "protocol"),
     Fault("no_quorum_is_needed", "self._counts[self._round] >= self._least", "* 0"),
+    Fault("who_is_not_drawn_counts", "client in self._drawn", "or True"),
+    Fault(
+        "who_is_not_drawn_is_not_asked",
+        "client not in self._answered | self._missed",
+        "and client in self._drawn",
+    ),
+    Fault("draws_are_saved", '"missed": sorted(self._missed),', '"drawn": sorted(self._drawn),'),
+    Fault("clients_charged_at_half_the_rate", "plan.noise_multiplier(t), self.rate", "/ 2"),
+    Fault("a_step_has_two_releases", "self._place[0], 1, make", ", keep=False"),
     Fault("a_missed_query_is_asked", "client not in self._answered | self._missed", "- {client}"),
     Fault(
         "rows_clipped_instead_of_users",
@@ -253,6 +263,10 @@ SEEN_BY = {  # the file that is tried first
     "tests/federated/test_outliving.py": "updates_applied_twice no_quorum_is_needed",
     "tests/federated/test_synchronous.py": (
         "any_norm_passes honest_norms_refused a_missed_query_is_asked"
+    ),
+    "tests/federated/test_synchronous_sampling.py": (
+        "who_is_not_drawn_counts who_is_not_drawn_is_not_asked draws_are_saved "
+        "clients_charged_at_half_the_rate a_step_has_two_releases"
     ),
     "tests/gradients/test_batches.py": "a_size_taken_for_records",
     "tests/gradients/test_contract.py": "a_part_counted_twice mean_over_twice_the_targets",

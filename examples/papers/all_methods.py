@@ -49,6 +49,7 @@ from common import (
 )
 from scratch_ledger import ScratchLedger
 from torch import Tensor, nn
+from trainee import Trainee
 
 from lightning_dp import PrivacyWarning
 from lightning_dp._noise import NoiseSource, random_generator
@@ -61,8 +62,6 @@ from lightning_dp.estimators import AbstractEstimator, CubicNewton, Diff2, MeanG
 from lightning_dp.federated import AsyncClient, AsyncPlan, AsyncServer, ClientPrivacy
 from lightning_dp.federated.asynchronous import InverseSteps, PolynomialSizes
 from lightning_dp.functional import flatten, unflatten
-from lightning_dp.gradients import RecordPasses, Replay
-from lightning_dp.gradients.passes import passes_of
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.postprocessing import AbstractPostProcessor, LaplacianSmoothing, Momentum
@@ -311,45 +310,6 @@ def settings_of(problem: Problem, method: Method) -> tuple[Setting, ...]:
 
 
 # -- one run ---------------------------------------------------------------------------------------
-
-
-@dataclass
-class Trainee:
-    """A network, and the records that it is asked about."""
-
-    net: nn.Module
-    x: Tensor
-    y: Tensor
-    unit = "record"
-
-    def __post_init__(self) -> None:
-        self.params = list(self.net.parameters())
-        self.passes = RecordPasses(self.net, self.params, "layers")
-        self.evaluations = 0
-
-    @property
-    def num_records(self) -> int:
-        return len(self.y)
-
-    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
-        """The answer of some records; an empty batch answers with nothing."""
-        chosen = torch.as_tensor(records)
-        batch = self.x[chosen], self.y[chosen]
-        self.evaluations += len(chosen) * len(passes_of(query))
-        answer = self.passes.answer(query, Replay(self.loss, batch, len(chosen)))
-        return BoundedSum.empty(query, self.params) if answer is None else answer
-
-    @torch.no_grad()
-    def measure(self, records: tuple[Tensor, Tensor]) -> tuple[float, float]:
-        """Cross-entropy and accuracy; infinite and 0 once the parameters are not finite."""
-        outputs, y = self.net(records[0]), records[1]
-        loss = float(nn.functional.cross_entropy(outputs, y))
-        if not math.isfinite(loss):
-            return math.inf, 0.0
-        return loss, float((outputs.argmax(1) == y).float().mean())
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from async_federated_data import LeNetRecords, lenet, load, mnist
 from async_federated_private import private_part
 from async_federated_run import (
     CLIENTS,
@@ -27,22 +25,19 @@ from async_federated_run import (
     LAG,
     LOSSES,
     MNIST_CLIENTS,
-    NO_PRIVACY,
-    federate,
+    lenet_run,
     plain_run,
     strongly_convex,
 )
 from common import NOISES, TEST, Summary, finished, gains_text, table
-from torch import Tensor
 
-from lightning_dp.federated import AsyncPlan, InverseRootSteps, PolynomialSizes
+from lightning_dp.federated import InverseRootSteps, PolynomialSizes
 from lightning_dp.federated.asynchronous import (
     InverseSteps,
     SampleSizes,
     StepSizes,
     rounds_for,
 )
-from lightning_dp.functional import flatten
 
 SIZES = (50, 100, 200, 500, 700, 1000)
 PAPER = {  # Table 3
@@ -85,6 +80,7 @@ def rounds_part(options: argparse.Namespace) -> None:
     """20 rounds of 200 against 9 rounds of 89, 178, ..., 801."""
     growing = PolynomialSizes(a=CLIENTS * 89, first=1)
     print("\n## 20 rounds of constant size against 9 rounds of growing size, K = 20,000\n")
+    print(f"{TEST}\n")
     head = ["constant 200, η = .0025"]
     head += [f"{local}, {rate}" for rate in ("η0 = .1", "smaller η0") for local in LOCAL_STEPS]
     print(f"| data | loss | {' | '.join(head)} | rounds |")
@@ -99,12 +95,18 @@ def rounds_part(options: argparse.Namespace) -> None:
             for eta0 in GROWING_RATES[convex]:
                 steps = InverseSteps(eta0, 0.001) if convex else InverseRootSteps(eta0, 0.01)
                 settings += [(growing, steps, local) for local in LOCAL_STEPS]
-            cells = [plain_cell(name, options, *each, convex, gradients) for each in settings]
+            found = [plain_runs(name, options, *each, convex, gradients) for each in settings]
             rounds = [rounds_for(sizes, gradients) for sizes, *_ in settings[:2]]
-            kind = "strongly convex" if convex else "convex"
-            print(
-                f"| {name} | {kind} | {' | '.join(cells)} | {rounds[0]}, {rounds[1]} |", flush=True
-            )
+            print_rows(name, convex, found, f"{rounds[0]}, {rounds[1]}")
+
+
+def print_rows(name: str, convex: bool, found: Sequence[Sequence[float]], *more: str) -> None:
+    """A row of accuracies, and one of their gains over the first."""
+    cells = [Summary.of(values).text(4) for values in found]
+    kind = "strongly convex" if convex else "convex"
+    gains = gains_text([(values, found[0]) for values in found[1:]], 4)
+    for row in ([name, kind, *cells, *more], ["", "gain over the first", "", *gains]):
+        print(f"| {' | '.join(row)} |", flush=True)
 
 
 def plain_runs(
@@ -157,11 +159,7 @@ def growth_part(options: argparse.Namespace) -> None:
                 plain_runs(name, options, sizes, steps, "diminishing2", convex, gradients)
                 for sizes in growths.values()
             ]
-            kind = "strongly convex" if convex else "convex"
-            gains = gains_text([(values, found[0]) for values in found[1:]], 4)
-            cells = [Summary.of(values).text(4) for values in found]
-            print(f"| {name} | {kind} | {' | '.join(cells)} |")
-            print(f"| | gain over c = 0 | | {' | '.join(gains)} |", flush=True)
+            print_rows(name, convex, found)
 
 
 def lag_part(options: argparse.Namespace) -> None:
@@ -184,45 +182,25 @@ def lag_part(options: argparse.Namespace) -> None:
 # -- biased clients, LeNet -------------------------------------------------------------------
 
 
-def lenet_run(
-    parts: Sequence[tuple[Tensor, Tensor]],
-    test: tuple[Tensor, Tensor],
+def lenet_cell(
+    options: argparse.Namespace,
+    clients: int,
     sizes: SampleSizes,
     steps: StepSizes,
-    seed: int,
-) -> float:
-    plan = AsyncPlan(rounds_for(sizes, GRADIENTS), sizes, steps, lag=LAG)
-    model = lenet()
-    records = [LeNetRecords(images, digits) for images, digits in parts]
-    start = flatten(list(model.parameters()))
-    point, _ = federate(records, start, plan, NO_PRIVACY, seed, "diminishing2", 1 / len(parts))
-    load(list(model.parameters()), point)
-    with torch.no_grad():
-        return float((model(test[0]).argmax(1) == test[1]).float().mean())
-
-
-def dealt(
-    images: Tensor, digits: Tensor, clients: int, seed: int, *, biased: bool
-) -> list[tuple[Tensor, Tensor]]:
-    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(digits)))
-    if biased:
-        order = order[torch.argsort(digits[order], stable=True)]
-    return [(images[part], digits[part]) for part in order.chunk(clients)]
+    *,
+    biased: bool = False,
+) -> str:
+    what = (options.data, clients, sizes, steps, biased)
+    return Summary.of([finished(lenet_run, *what, seed) for seed in range(options.seeds)]).text(4)
 
 
 def mnist_sizes(options: argparse.Namespace) -> None:
-    x, y, *test = mnist(options.data)
-    cells = []
-    for s in SIZES:
-        found = [
-            lenet_run(
-                dealt(x, y, MNIST_CLIENTS, seed, biased=False),
-                (test[0], test[1]),
-                *(PolynomialSizes(0, MNIST_CLIENTS * s), InverseSteps(0.0025), seed),
-            )
-            for seed in range(options.seeds)
-        ]
-        cells.append(Summary.of(found).text(4))
+    """Table 3 for LeNet."""
+    steps = InverseSteps(0.0025)
+    cells = [
+        lenet_cell(options, MNIST_CLIENTS, PolynomialSizes(0, MNIST_CLIENTS * s), steps)
+        for s in SIZES
+    ]
     print(f"| mnist | LeNet, {MNIST_CLIENTS} clients | " + " | ".join(cells) + " |")
     paper = " | ".join(f"{value:.4f}" for value in PAPER["mnist", False])
     print(f"| | paper | {paper} |", flush=True)
@@ -246,24 +224,8 @@ def biased_part(options: argparse.Namespace) -> None:
         (PolynomialSizes(a=100, first=1), InverseRootSteps(0.01, 0.01), "20 rounds of 10, 20, ..."),
         (PolynomialSizes(0, 200), InverseSteps(0.0025), "100 rounds of 20, η = .0025"),
     ):
-        cells = [biased_lenet(options, sizes, rates, biased=biased) for biased in (False, True)]
+        cells = [lenet_cell(options, 10, sizes, rates, biased=biased) for biased in (False, True)]
         print(f"| mnist, LeNet | 10, {rounds} | {' | '.join(cells)} |", flush=True)
-
-
-def biased_lenet(
-    options: argparse.Namespace,
-    sizes: SampleSizes,
-    rates: StepSizes,
-    *,
-    biased: bool,
-) -> str:
-    """Ten clients, with one digit each if they are biased."""
-    x, y, *test = mnist(options.data)
-    found = [
-        lenet_run(dealt(x, y, 10, seed, biased=biased), (test[0], test[1]), sizes, rates, seed)
-        for seed in range(options.seeds)
-    ]
-    return Summary.of(found).text(4)
 
 
 PARTS = {

@@ -333,7 +333,7 @@ def gains_text(pairs: Sequence[tuple[np.ndarray, np.ndarray]], digits: int) -> l
 TEST = (
     "± is the standard deviation over runs, in brackets half the 95 % interval of the mean (Student). "
     "Differences are paired by seed: mean ± half its 95 % interval, p by Wilcoxon's signed-rank test, "
-    "two-sided, adjusted over a table by Holm; bold where p < 0.05."
+    "two-sided, adjusted over the cells compared by Holm; bold where p < 0.05."
 )
 
 

@@ -8,7 +8,7 @@ rounds, one hidden layer of 10 softplus units, δ = 1e-5, replace-one, for
 
 - GD without privacy, DP-GD and DIFF2-GD with the noise of Proposition 4.1 (u = 1.25),
 - the same two with the least noise that (ε, δ) allows, and DIFF2-GD with the best split of it,
-- Diff2.recommend() without any tuning, and with --storm a recursive momentum.
+- Diff2.recommend() without any tuning.
 
 The paper has 10 workers of equal size and a trusted server. The mean of their clipped means is the
 clipped sum over all records over n, so one process computes it.
@@ -211,11 +211,6 @@ def best_split_settings(tried: dict[Setting, Trace]) -> list[Setting]:
     return found
 
 
-def storm_settings(size: Size) -> list[Setting]:
-    """Return as many settings, with 1/a in the place of T."""
-    return [Setting(1.0, s.clip, 1, s.diff, momentum=1 / s.interval) for s in diff2_settings(size)]
-
-
 def recommended(bench: Bench) -> Setting:
     """Diff2.recommend(), its smoothness guessed before data is seen.
 
@@ -255,7 +250,7 @@ SETTLED: dict[str, tuple[Noise, Setting, Setting]] = {
 # -- one data set --------------------------------------------------------------------------------
 
 
-def compare(bench: Bench, *, with_storm: bool) -> list[Method]:
+def compare(bench: Bench) -> list[Method]:
     """All methods, tuned and run."""
     size = bench.size
     if size.is_settled:
@@ -273,8 +268,6 @@ def compare(bench: Bench, *, with_storm: bool) -> list[Method]:
         Method("DP-GD, exact noise (b)", "exact", dp_gd_settings(size)),
         Method("DIFF2-GD, exact noise (b)", "exact", diff2_settings(size)),
     ]
-    if with_storm:
-        methods.append(Method("Storm, exact noise (e)", "exact", storm_settings(size)))
     for method in methods:
         bench.tune(method)
     dp_gd, diff2 = methods[3:5]
@@ -299,7 +292,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="California only, few settings: 2 min")
     parser.add_argument("--all", action="store_true", help="all five data sets: 10 hours or more")
     parser.add_argument("--sets", nargs="+", choices=SETS, help="these data sets")
-    parser.add_argument("--storm", action="store_true", help="the recursive momentum too")
     parser.add_argument("--epsilon", type=float, default=3.0, help="the paper has 3 and 5")
     parser.add_argument("--points", type=int, default=12, help="settings tried for each method")
     parser.add_argument("--seeds", type=int, default=5, help="of splits, parameters and noises")
@@ -326,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in names:
             bench = Bench(pool, name, folder, options.epsilon, size)
             data = split(name, folder, 0)
-            methods = compare(bench, with_storm=options.storm)
+            methods = compare(bench)
             print_noise(SETS[name].title, data, options.epsilon, options.rounds)
             print_results(methods)
             path = options.output / f"{name}.png"

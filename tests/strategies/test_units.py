@@ -305,7 +305,7 @@ def test_units_that_do_not_meet_pass_all_comparisons(make_trainer, options):
     x, y = records(96)
     privacy = checked(**options)
     model = Classifier(nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.2), nn.Linear(5, 3)))
-    trainer = make_trainer(callbacks=[privacy], max_steps=40)
+    trainer = make_trainer(callbacks=[privacy], max_steps=6)
     trainer.fit(model, DataLoader(TensorDataset(x, y), 12))
     report = privacy.report()
     assert report.isolation == "compared on synthetic samples"
