@@ -89,7 +89,11 @@ FAULTS = (
     Fault("limit_not_kept", "if len(drawn) <= self.limit", "* 2"),
     Fault("pushed_out_records_forgotten", "self.sample_rate)) * (1 + 1e-6", ") * (0"),
     Fault("pushed_out_records_count_once", "return self.noise_multiplier / 2", "* 2"),
-    Fault("allocated_to_twice_the_steps", "RandomAllocationEpoch(noise_multiplier, window", "* 2"),
+    Fault(
+        "allocated_to_twice_the_steps",
+        "RandomAllocationEpoch(noise_multiplier, window.length",
+        "* 2",
+    ),
     Fault(
         "one_allocation_for_all_epochs",
         "epoch, place = divmod(step - start, steps",
@@ -139,7 +143,7 @@ FAULTS = (
     Fault("forked_processes_release", "if os.getpid() != self._process", "and False", "step"),
     Fault("orderly_ends_replanned", "any(plan.is_ended for plan in plans)", "and False"),
     Fault("older_checkpoints_replanned", "plans[0].saved <= made", "* 0"),
-    Fault("budget_under_its_own_relation", "return claim.costs(relation", "and document.relation"),
+    Fault("budget_under_its_own_relation", "yield claim.costs(relation", "and document.relation"),
     Fault("early_steps_left_out", "if step in _EARLY", "and 0"),
     Fault(
         "two_steps_without_hooks",
