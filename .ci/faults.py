@@ -53,6 +53,7 @@ TESTS = [
     "tests/federated/test_contract.py",
     "tests/federated/test_outliving.py",
     "tests/federated/test_synchronous.py",
+    "tests/federated/test_synchronous_sampling.py",
     "tests/test_correlated_noise.py",
     "tests/strategies/test_blocks.py",
     "tests/test_clipping.py",
@@ -88,7 +89,11 @@ FAULTS = (
     Fault("limit_not_kept", "if len(drawn) <= self.limit", "* 2"),
     Fault("pushed_out_records_forgotten", "self.sample_rate)) * (1 + 1e-6", ") * (0"),
     Fault("pushed_out_records_count_once", "return self.noise_multiplier / 2", "* 2"),
-    Fault("allocated_to_twice_the_steps", "RandomAllocationEpoch(noise_multiplier, window", "* 2"),
+    Fault(
+        "allocated_to_twice_the_steps",
+        "RandomAllocationEpoch(noise_multiplier, window.length",
+        "* 2",
+    ),
     Fault(
         "one_allocation_for_all_epochs",
         "epoch, place = divmod(step - start, steps",
@@ -138,7 +143,7 @@ FAULTS = (
     Fault("forked_processes_release", "if os.getpid() != self._process", "and False", "step"),
     Fault("orderly_ends_replanned", "any(plan.is_ended for plan in plans)", "and False"),
     Fault("older_checkpoints_replanned", "plans[0].saved <= made", "* 0"),
-    Fault("budget_under_its_own_relation", "return claim.costs(relation", "and document.relation"),
+    Fault("budget_under_its_own_relation", "yield claim.costs(relation", "and document.relation"),
     Fault("early_steps_left_out", "if step in _EARLY", "and 0"),
     Fault(
         "two_steps_without_hooks",
@@ -196,7 +201,7 @@ FAULTS = (
         "mechanism",
     ),
     Fault("fixed_order_as_add_remove", 'if relation != "add_remove"', "or True"),
-    Fault("written_weights_pass", "written = [names[i] for i in before.written()]", "[:0]"),
+    Fault("written_weights_pass", "(places := before.written()", "[:0]"),
     Fault("steps_left_out_pass", "is_fault = self._usual is not None", "and False"),
     Fault(
         "edited_moments_pass",
@@ -207,7 +212,7 @@ FAULTS = (
     Fault("norms_not_judged", "before.norms.clamp(min=1.0)).sum().abs() * (n / k)", " * 0"),
     Fault("a_rule_that_reads_is_public", "return stops(_unreadable(reads))", " or True  #"),
     Fault("callbacks_mix_records", "not (is_same or self._step.one_record)", "and False"),
-    Fault("stops_by_state_are_public", "_put(now, self._ever, sign * _FAR", " * 0"),
+    Fault("stops_by_state_are_public", "self._world(self._ever, sign * _FAR", " * 0"),
     Fault(
         "weights_of_hooks_saved",
         "names = self._changed | self._open_weights()",
@@ -230,6 +235,16 @@ FAULTS = (
     Fault("any_norm_passes", "clip_norm * records + noise", "* 1e9", "protocol"),
     Fault("honest_norms_refused", "clip_norm * records + noise", "* 0", "protocol"),
     Fault("no_quorum_is_needed", "self._counts[self._round] >= self._least", "* 0"),
+    Fault("who_is_not_drawn_counts", "client in self._drawn", "or True"),
+    Fault(
+        "who_is_not_drawn_is_not_asked",
+        "client not in self._answered | self._missed",
+        "and client in self._drawn",
+    ),
+    Fault("draws_are_saved", '"missed": sorted(self._missed),', '"drawn": sorted(self._drawn),'),
+    Fault("clients_charged_at_half_the_rate", "plan.noise_multiplier(t), self.rate", "/ 2"),
+    Fault("a_lost_ledger_of_clients_passes", "ledger.history()) < self._charges", "and False"),
+    Fault("a_step_has_two_releases", "self._place[0], 1, make", ", keep=False"),
     Fault("a_missed_query_is_asked", "client not in self._answered | self._missed", "- {client}"),
     Fault(
         "rows_clipped_instead_of_users",
@@ -253,6 +268,10 @@ SEEN_BY = {  # the file that is tried first
     "tests/federated/test_outliving.py": "updates_applied_twice no_quorum_is_needed",
     "tests/federated/test_synchronous.py": (
         "any_norm_passes honest_norms_refused a_missed_query_is_asked"
+    ),
+    "tests/federated/test_synchronous_sampling.py": (
+        "who_is_not_drawn_counts who_is_not_drawn_is_not_asked draws_are_saved "
+        "clients_charged_at_half_the_rate a_step_has_two_releases a_lost_ledger_of_clients_passes"
     ),
     "tests/gradients/test_batches.py": "a_size_taken_for_records",
     "tests/gradients/test_contract.py": "a_part_counted_twice mean_over_twice_the_targets",

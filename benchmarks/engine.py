@@ -58,15 +58,16 @@ def without_privacy(model: Model, steps: int) -> float:
 
 
 def engine(
-    model: Model, steps: int, kind: Callable[[], AbstractGradientEngine] = LayerCalls
+    model: Model, steps: int, kind: Callable[..., AbstractGradientEngine] = LayerCalls
 ) -> float:
     """The sum of the records' clipped gradients."""
     net, x, y = example(model)
-    engine = kind()
-    engine.attach(net, tuple(net.parameters()))
+    engine = kind(net, tuple(net.parameters()))
 
     def step() -> None:
-        engine.backward(F.cross_entropy(net(x), y))
+        with engine.watching():
+            loss = F.cross_entropy(net(x), y)
+        engine.backward(loss)
         bounded_sum(engine.take(1.0), CLIP_NORM)
 
     return seconds(step, steps)

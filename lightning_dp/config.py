@@ -10,12 +10,14 @@ from dataclasses import InitVar, asdict, dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
 from lightning_dp._config_dict import Data, check_same, config_dict
+from lightning_dp._files import local_folder
 from lightning_dp._noise import CipherStream
 from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import (
     above_0,
     explained,
     flag,
+    instance,
     listed,
     normalise,
     not_negative,
@@ -37,9 +39,8 @@ from lightning_dp.noise import AbstractNoise, IndependentNoise
 from lightning_dp.postprocessing import AbstractPostProcessor
 from lightning_dp.sampling import (
     AbstractSampling,
-    FixedOrder,
+    BatchPlan,
     Poisson,
-    RandomAllocation,
     TruncatedPoisson,
     UserLevel,
 )
@@ -91,7 +92,7 @@ class Checks:
 
     def __post_init__(self) -> None:
         normalise(self, flag, "dry_run", "loss_graph", "comparisons", of="Checks")
-        normalise(self, optional(_declaration), "gradient_edits", of="Checks")
+        normalise(self, optional(one_line), "gradient_edits", of="Checks")
         normalise(self, _names, "public_state", of="Checks")
 
 
@@ -205,6 +206,7 @@ class PrivacyConfig:
         self._check_clip_norm()
         self._check_block()
         self._check_truncated()
+        self._check_relation()
         for release in self.other_releases:
             release.costs(self.relation)  # refuses one that says nothing about the relation
 
@@ -249,7 +251,7 @@ class PrivacyConfig:
             CipherStream()  # or it raises
         normalise(self, optional(_place), "private_optimizer")
         normalise(self, optional(_folder), "ledger_dir")
-        normalise(self, _sequence, "postprocessing")
+        normalise(self, _postprocessors, "postprocessing")
         normalise(self, _releases, "other_releases")
 
     def _check_budget(self) -> None:
@@ -260,28 +262,12 @@ class PrivacyConfig:
             )
 
     def _check_choices(self) -> None:
-        parts: list[tuple[str, object, type]] = [
-            ("noise_schedule", self.noise_schedule, AbstractSchedule),
-            ("sampling", self.sampling, AbstractSampling),
-            ("noise", self.noise, AbstractNoise),
-            ("accountant", self.accountant, AbstractAccountant),
-            ("estimator", self.resolved_estimator(), AbstractEstimator),
-            *(("postprocessing", item, AbstractPostProcessor) for item in self.postprocessing),
-        ]
-        for name, value, kind in parts:
-            if not isinstance(value, kind):
-                cure = f" Write {value.__name__}(...)." if isinstance(value, type) else ""
-                raise TypeError(
-                    f"{name}={value!r} must be an object derived from {kind.__name__}.{cure}"
-                )
-        if not isinstance(self.checks, Checks):
-            raise TypeError(
-                f"checks={self.checks!r} must be a Checks, such as Checks(comparisons=False)."
-            )
-        if self.about is not None and not isinstance(self.about, About):
-            raise TypeError(
-                f"about={self.about!r} must be an About, such as About(data_set='...')."
-            )
+        for name, kind in _KINDS.items():
+            instance(name, getattr(self, name), kind)
+        estimator: type = AbstractEstimator
+        instance("estimator", self.resolved_estimator(), estimator)
+        if self.about is not None:
+            instance("about", self.about, About)
         normalise(self, one_of(get_args(Relation)), "relation")
         normalise(self, check_engine_name, "engine")
         if self.unit is not None and not isinstance(self.unit, UserLevel):
@@ -338,13 +324,6 @@ class PrivacyConfig:
             )
         if not isinstance(sampling, TruncatedPoisson):
             return
-        if self.relation == "zero_out":
-            raise RefusedSetting(
-                f"sampling={sampling} with relation='zero_out': a record without effect still takes the "
-                "place of another where the limit is reached. Say relation='add_remove' or "
-                "'replace_one', or use sampling=Poisson().",
-                topic="fixed-order",
-            )
         traits = self.resolved_estimator().traits
         if not (isinstance(self.noise_schedule, Constant) and traits.period == 1):
             raise RefusedSetting(
@@ -376,20 +355,6 @@ class PrivacyConfig:
                 "augmentations, or use sampling=Poisson().",
                 topic="user-level",
             )
-        if self.relation == "add_remove" and isinstance(sampling, FixedOrder):
-            raise RefusedSetting(
-                f"sampling={sampling} with relation='add_remove': a record more or less would move "
-                "others to other steps. Say relation='zero_out': neighbouring data sets differ by one "
-                "record that has no effect and keeps its place; or 'replace_one'.",
-                topic="fixed-order",
-            )
-        if self.relation == "replace_one" and isinstance(sampling, RandomAllocation):
-            raise RefusedSetting(
-                f"sampling={sampling} with relation='replace_one': no bound is known here for records "
-                "that are exchanged. Say relation='add_remove' or 'zero_out', or use "
-                "sampling=Poisson().",
-                topic="fixed-order",
-            )
         if not isinstance(self.noise_schedule, Constant):
             raise RefusedSetting(
                 f"{together} needs the same noise at every step, and noise_schedule="
@@ -416,6 +381,15 @@ class PrivacyConfig:
                 "independent. Leave it out.",
                 topic="correlated-noise",
             )
+
+    def _check_relation(self) -> None:
+        """Refuse a relation under which the event of a step, or of a charge, has no bound."""
+        sampling = self.sampling
+        if sampling.has_pairs and not isinstance(sampling, AbstractBlockSampling):
+            return
+        event = sampling.among(BatchPlan(1, 1.0, 1, 1), 1).event(1.0, 1.0)  # of any numbers
+        if (reason := event.unbounded(self.relation)) is not None:
+            raise RefusedSetting(f"sampling={sampling}: {reason}", topic="fixed-order")
 
     def _check_clip_norm(self) -> None:
         self._check_count()
@@ -575,13 +549,9 @@ def check_engine_name(name: str, value: object, *, of: str | None = None) -> str
     return str(one_of(get_args(EngineName))(name, value, of=of))
 
 
-def _folder(name: str, value: object, *, of: str | None = None) -> str:
-    """Return a folder as text, from a string or a path."""
-    if not isinstance(value, str | os.PathLike) or not isinstance(folder := os.fspath(value), str):
-        raise TypeError(f"{name}={value!r} must be a folder: a string or a pathlib.Path.")
-    if not folder:
-        raise ValueError(f"{name}='' names no folder. Leave it out for the default one.")
-    return folder
+def _folder(name: str, value: Any, *, of: str | None = None) -> str:
+    local_folder(name, value)  # or it raises
+    return str(os.fspath(value))
 
 
 def _place(name: str, value: object, *, of: str | None = None) -> int | str:
@@ -591,15 +561,6 @@ def _place(name: str, value: object, *, of: str | None = None) -> int | str:
             raise ValueError(f"{name}={value!r} must be the dotted path of a module.")
         return value
     return whole_from_0(name, value, of=of)
-
-
-def _declaration(name: str, value: object, *, of: str | None = None) -> str:
-    """Return one line of a user's own words, which a report will print."""
-    if not isinstance(value, str):
-        raise TypeError(f"{name}={value!r} must be a string that describes the edit.")
-    if not value.strip() or len(value.splitlines()) != 1:
-        raise ValueError(f"{name}={value!r} must be one line that describes the edit.")
-    return value.strip()
 
 
 def _names(name: str, value: object, *, of: str | None = None) -> tuple[str, ...]:
@@ -625,6 +586,15 @@ def _releases(name: str, value: object, *, of: str | None = None) -> tuple[Abstr
     return releases
 
 
-def _sequence(name: str, value: object, *, of: str | None = None) -> tuple[object, ...]:
-    """Return post-processors as a tuple."""
-    return listed(name, value, "post-processors, in their order")
+def _postprocessors(name: str, value: object, *, of: str | None = None) -> tuple[object, ...]:
+    found, kind = listed(name, value, "post-processors, in their order"), AbstractPostProcessor
+    return tuple(instance(name, each, kind) for each in found)  # type: ignore[type-abstract]
+
+
+_KINDS: dict[str, type] = {
+    "noise_schedule": AbstractSchedule,
+    "sampling": AbstractSampling,
+    "noise": AbstractNoise,
+    "accountant": AbstractAccountant,
+    "checks": Checks,
+}

@@ -12,7 +12,7 @@ from torchmetrics import Metric
 from lightning_dp._validate import probability, whole
 from lightning_dp.accounting.base import AbstractAccountant, Relation, check_relation
 from lightning_dp.accounting.events import sampled_gaussian
-from lightning_dp.accounting.pld import chosen
+from lightning_dp.accounting.pld import accountant_or_default
 
 __all__ = ["PrivacyBudget"]
 
@@ -61,7 +61,7 @@ class PrivacyBudget(Metric):
         check_relation(relation)
         self.target_delta = probability("target_delta", target_delta)
         self.relation: Relation = relation
-        self.accountant = chosen(accountant)
+        self.accountant = accountant_or_default(accountant)
         for name in ("noise_multipliers", "sample_rates", "counts"):
             empty = torch.zeros(0, dtype=torch.float64)
             self.add_state(name, empty, dist_reduce_fx=None, persistent=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,7 +27,7 @@ from lightning_dp.config import PrivacyConfig
 from lightning_dp.estimators.base import AbstractEstimator, MeanGradient, Traits
 from lightning_dp.noise import AbstractNoise, IndependentNoise
 from lightning_dp.sampling import AbstractSampling, BatchPlan, FixedOrder, Poisson
-from lightning_dp.sampling.blocks import AbstractBlockSampling
+from lightning_dp.sampling.blocks import AbstractBlockSampling, Window
 from lightning_dp.schedules import AbstractSchedule
 
 Whole = TypeVar("Whole", int, NDArray[np.int64])
@@ -35,7 +35,6 @@ Whole = TypeVar("Whole", int, NDArray[np.int64])
 __all__ = ["Budget", "LaterSteps", "NoisePlan", "costliest_events"]
 
 _ENDLESS = 10**9  # steps searched for a budget's end when the Trainer has none
-_NEAR = 0.98  # noise multipliers that share an entry of the costliest events
 _HORIZON = 100_000  # steps looked at beyond the next one, of a plan without an end
 
 
@@ -114,15 +113,15 @@ class NoisePlan:
 
     def noise_multiplier_now(self, state: State, step: int) -> float:
         """Return z_t as chosen at run time; the planned one, unless the schedule is adaptive."""
-        return self.scale * self._relative(lambda: self.shape.now(state, step), step)
+        return self.scale * self._relative(partial(self.shape.now, state), step)
 
     def relative_noise(self, step: int) -> float:
         """Return z_t / scale."""
-        return self._relative(lambda: self.shape(step), step)
+        return self._relative(self.shape, step)
 
-    def _relative(self, shape: Callable[[], float], step: int) -> float:
+    def _relative(self, shape: Callable[[int], float], step: int) -> float:
         try:
-            value = shape()
+            value = shape(step)
         except OverflowError:
             value = math.inf
         if not 0 < value < math.inf:
@@ -147,14 +146,9 @@ class NoisePlan:
         # A Trainer without a budget may go on after the plan's end.
         last = self.end if step < self.end else math.inf
         to_window = self.window - (step - self.start) % self.window
-        return self.sampling.charge(
-            noise_multiplier,
-            self.rate(step),
-            noise=self.noise,
-            number=(step - self.start) // self.window,
-            window=self.window,
-            steps=int(min(to_window, last - step)),
-        )
+        number, steps = (step - self.start) // self.window, int(min(to_window, last - step))
+        window = Window(self.noise, number, self.window, steps)
+        return self.sampling.charge(noise_multiplier, self.rate(step), window)
 
     def enforce(self, queries: Sequence[Query], least: float, step: int) -> None:
         """Refuse queries on one batch that together have less noise than their charge.
@@ -402,12 +396,10 @@ class Budget:
 
 
 def costliest_events(plan: NoisePlan, step: int, end: float) -> dict[str, Any] | None:
-    """Bounds on the events of a plan, as plain types for a checkpoint.
+    """Return an event that no step of a plan costs more than, as plain types for a checkpoint.
 
-    ``events`` holds pairs (position, event): up to the position of the next pair, no step of the
-    plan from the first one on has less noise, or a larger rate, than the event. ``until`` is the
-    position at which this knowledge ends; None if it is for good. ``stride`` is how many positions
-    there are from one charged step to the next at most; None if that is not known.
+    ``events`` holds it, with the position from which on it bounds; ``until`` is the position at which
+    this knowledge ends, None if it is for good.
 
     Args:
         plan: whose noise was fixed in advance.
@@ -422,31 +414,18 @@ def costliest_events(plan: NoisePlan, step: int, end: float) -> dict[str, Any] |
     if plan.is_block:  # a charge costs at most what one costs after many others
         late = _ENDLESS * plan.window
         worst = replace(plan, start=0, end=late + 1).event(late)
-        return {"events": [[0, worst.to_dict()]], "until": None, "stride": 1}
+        return {"events": [[0, worst.to_dict()]], "until": None}
     is_periodic = plan.shape.is_constant
     # A later fit of more epochs goes beyond the end.
-    last = plan.traits.period if is_periodic else 2 * min(end, step + _HORIZON)
-    entries, is_over = _entries(plan, int(last))
-    silence = plan.traits.longest_silence
-    return {
-        "events": [[position, plan.sampling.event(*pair).to_dict()] for position, pair in entries],
-        "until": None if is_periodic or is_over else int(last),
-        "stride": int(silence) + 1 if math.isfinite(silence) else None,
-    }
-
-
-def _entries(plan: NoisePlan, last: int) -> tuple[list[tuple[int, tuple[float, float]]], bool]:
-    """Return where the least noise or the largest rate changes, and whether the plan ends itself."""
-    entries: list[tuple[int, tuple[float, float]]] = []
-    most, least, rate = math.inf, math.inf, 0.0  # of the entry; of all steps so far
+    last = int(plan.traits.period if is_periodic else 2 * min(end, step + _HORIZON))
+    least, rate, until = math.inf, 0.0, None if is_periodic else last
     for position in range(last):
         try:
-            noise, now = plan.noise_multiplier(position), plan.rate(position)
-        except ValueError:
-            return entries, True  # no run gets there
-        if not entries or noise < _NEAR * most or now > rate:
-            most = min(noise, least)
-            entries.append((position, (most, now)))
-        least, rate = min(least, noise), max(rate, now)
-        entries[-1] = (entries[-1][0], (least, rate))
-    return entries, False
+            least = min(least, plan.noise_multiplier(position))
+        except ValueError:  # no run gets there
+            until = None
+            break
+        rate = max(rate, plan.rate(position))
+    if not rate > 0:
+        return None
+    return {"events": [[0, plan.sampling.event(least, rate).to_dict()]], "until": until}

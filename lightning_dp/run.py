@@ -20,6 +20,7 @@ from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._world import World
 from lightning_dp.accounting.base import EpsilonCache
 from lightning_dp.accounting.events import History
+from lightning_dp.accounting.journal import BUDGET, DATA
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.accounting.pld import PLDAccountant, epsilon_curve
 from lightning_dp.accounting.steps import CheckedHistory, check_bounded
@@ -110,7 +111,8 @@ class PlannedFit:
         draw = None
         if isinstance(config.sampling, AbstractBlockSampling):
             rng = random_generator(config.seed, 3, world.rank, step, secure=config.secure_noise)
-            draw = config.sampling.begin(budget.batches, world.rank, world.size, rng, step)
+            shard = range(world.rank, budget.batches.num_records, world.size)
+            draw = config.sampling.begin(budget.batches, shard, rng, step)
         return cls(mechanism, step + planned_steps, step + affordable, draw=draw)
 
     def replan(self, budget: Budget, world: World) -> None:
@@ -191,6 +193,7 @@ class PrivateRun:
         self.not_compared: dict[str, int] = {}  # such steps of which nothing can be said, by reason
         self.is_seeded = config.seed is not None  # for good: also a run resumed without the seed
         self._fit: PlannedFit | None = None  # the latest one; None before the first
+        self.mechanism: Mechanism | None = None  # its own
         self._resumed: dict[str, Any] | None = None  # a checkpoint's record, until a fit begins
         self._cache = EpsilonCache(config.accountant)  # many ask for the present one
 
@@ -215,11 +218,6 @@ class PrivateRun:
     def is_under_way(self) -> bool:
         """True from :meth:`start` to :meth:`stop`; the plan is declared, and the journal open."""
         return self._fit is not None and self._fit.is_under_way
-
-    @property
-    def mechanism(self) -> Mechanism | None:
-        """Makes the steps of the latest fit; None before the first one."""
-        return None if self._fit is None else self._fit.mechanism
 
     @property
     def is_adaptive(self) -> bool:
@@ -393,15 +391,16 @@ class PrivateRun:
         if world.is_lead:
             self.ledger.begin(run, directory)
             if self.batches is not None:
-                self.ledger.note_data(self.batches.num_records, self.config.data_set)
+                self.ledger.note(DATA, self.batches.num_records, self.config.data_set)
         record = world.broadcast(self.ledger.state_dict())
         if not world.is_lead:
             self.ledger.mirror(record)
             self.ledger.begin(run)
         self._fit = fit = self._planned_fit(planned_steps, world, steps_before)
+        self.mechanism = fit.mechanism
         target = self.config.target_epsilon
         if target is not None and self.is_adaptive and world.is_lead:
-            self.ledger.note_budget(target, self.config.target_delta, self.config.relation)
+            self.ledger.note(BUDGET, target, self.config.target_delta, self.config.relation)
         if target is not None and self.config.noise_multiplier is None and world.is_lead:
             is_replanned = self._is_replanned(fit.mechanism)
             self.ledger.note_plan(target, int(fit.end), is_replanned=is_replanned)

@@ -149,7 +149,7 @@ def test_a_folder_is_a_string_or_a_path():
     for bad in (3, b"folder", True, ["folder"], object()):
         with pytest.raises(TypeError, match=r"ledger_dir=.* must be a folder"):
             DifferentialPrivacy(**make, ledger_dir=bad)
-    with pytest.raises(ValueError, match="ledger_dir='' names no folder"):
+    with pytest.raises(ValueError, match="ledger_dir='' must name a folder"):
         DifferentialPrivacy(**make, ledger_dir="")
     here = DifferentialPrivacy(**make, ledger_dir=Path("somewhere"))
     assert here.config.ledger_dir == "somewhere"

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from archives import DATA_VARIABLE
 from common import (
     FEWEST_PAIRS,
     NOISES,
@@ -48,6 +49,7 @@ from common import (
 )
 from scratch_ledger import ScratchLedger
 from torch import Tensor, nn
+from trainee import Trainee
 
 from lightning_dp import PrivacyWarning
 from lightning_dp._noise import NoiseSource, random_generator
@@ -60,15 +62,12 @@ from lightning_dp.estimators import AbstractEstimator, CubicNewton, Diff2, MeanG
 from lightning_dp.federated import AsyncClient, AsyncPlan, AsyncServer, ClientPrivacy
 from lightning_dp.federated.asynchronous import InverseSteps, PolynomialSizes
 from lightning_dp.functional import flatten, unflatten
-from lightning_dp.gradients import RecordPasses, Replay
-from lightning_dp.gradients.passes import passes_of
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.postprocessing import AbstractPostProcessor, LaplacianSmoothing, Momentum
 from lightning_dp.sampling import Poisson
 from lightning_dp.schedules import AbstractSchedule, Constant, Exponential
 
-DATA_VARIABLE = "LIGHTNING_DP_DATA"
 DELTA = 1e-5
 EPSILONS = (1.0, 3.0, 0.3, 8.0)  # in the order of the work
 FIRST_NOISES = 5  # of each cell, before any is filled up
@@ -313,45 +312,6 @@ def settings_of(problem: Problem, method: Method) -> tuple[Setting, ...]:
 # -- one run ---------------------------------------------------------------------------------------
 
 
-@dataclass
-class Trainee:
-    """A network, and the records that it is asked about."""
-
-    net: nn.Module
-    x: Tensor
-    y: Tensor
-    unit = "record"
-
-    def __post_init__(self) -> None:
-        self.params = list(self.net.parameters())
-        self.passes = RecordPasses(self.net, self.params, "layers")
-        self.evaluations = 0
-
-    @property
-    def num_records(self) -> int:
-        return len(self.y)
-
-    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
-        """The answer of some records; an empty batch answers with nothing."""
-        chosen = torch.as_tensor(records)
-        batch = self.x[chosen], self.y[chosen]
-        self.evaluations += len(chosen) * len(passes_of(query))
-        answer = self.passes.answer(query, Replay(self.loss, batch, len(chosen)))
-        return BoundedSum.empty(query, self.params) if answer is None else answer
-
-    @torch.no_grad()
-    def measure(self, records: tuple[Tensor, Tensor]) -> tuple[float, float]:
-        """Cross-entropy and accuracy; infinite and 0 once the parameters are not finite."""
-        outputs, y = self.net(records[0]), records[1]
-        loss = float(nn.functional.cross_entropy(outputs, y))
-        if not math.isfinite(loss):
-            return math.inf, 0.0
-        return loss, float((outputs.argmax(1) == y).float().mean())
-
-
 @dataclass(frozen=True)
 class Shard:
     """The records of one client: every fifth."""
@@ -572,28 +532,17 @@ class Cell:
         count = "" if len(self.values) >= NOISES else f", n = {len(self.values)}"
         if failed:
             return f"{failed} of {len(self.values)} diverged"
-        found = Summary.of(self.values)
         if PROBLEMS[self.group.problem].by_accuracy:
-            return f"{found.mean:.2f} ± {found.deviation:.2f} (± {found.margin:.2f}{count})"
+            return Summary.of(self.values).text(2, note=count)
         accuracy = 100 * float(np.mean([outcome.test[1] for outcome in self.outcomes]))
-        return (
-            f"{-found.mean:.4f} ± {found.deviation:.4f} (± {found.margin:.4f}{count}), "
-            f"{accuracy:.2f} %"
-        )
+        return Summary.of(np.negative(self.values)).text(4, f", {accuracy:.2f} %", count)
 
     def gain(self) -> str:
         """The mean of the paired differences, its interval, and p."""
         if len(self.gains) < 2 or not np.isfinite(self.gains).all():
             return "–"
-        found, by_accuracy = Summary.of(self.gains), PROBLEMS[self.group.problem].by_accuracy
-        scale, digits = (1, 2) if by_accuracy else (1000, 1)
-        mark = "**" if self.verdict else ""
-        text = f"{scale * found.mean:+.{digits}f} ± {scale * found.margin:.{digits}f}"
-        return f"{mark}{text}{mark} ({p_text(self.p)})"
-
-
-def p_text(p: float) -> str:
-    return "p < 0.001" if p < 1e-3 else f"p = {p:.2g}"
+        scale, digits = (1, 2) if PROBLEMS[self.group.problem].by_accuracy else (1000, 1)
+        return Summary.of(np.multiply(scale, self.gains)).gain(digits, self.p)
 
 
 def cells_of(problem: str, target: float, results: Results) -> dict[str, Cell]:

@@ -2,7 +2,8 @@
 
     python examples/papers/async_federated.py --data DIR [--part NAME ...] [--loss NAME ...] [--quick]
 
-Parts: sizes (Table 3: accuracy for constant sample sizes), rounds (20 rounds against 9), lag, biased
+Parts: sizes (Table 3: accuracy for constant sample sizes), rounds (20 rounds against 9), growth
+(figures 3 to 5), lag, biased
 (clients with one digit each), private (σ = 8 against the smallest valid σ at (1, 5.5e-8) on w8a).
 DIR holds a9a, covertype_subset, phishing, ijcnn1, w8a and mnist as .npz. Prints Markdown; the run
 that was recorded is in results/async_federated.md.
@@ -11,11 +12,12 @@ that was recorded is in results/async_federated.md.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
-from async_federated_data import LeNetRecords, lenet, load, mnist
 from async_federated_private import private_part
 from async_federated_run import (
     CLIENTS,
@@ -23,23 +25,19 @@ from async_federated_run import (
     LAG,
     LOSSES,
     MNIST_CLIENTS,
-    NO_PRIVACY,
-    Split,
-    federate,
+    lenet_run,
     plain_run,
-    spread,
     strongly_convex,
 )
-from torch import Tensor
+from common import NOISES, TEST, Summary, finished, gains_text, table
 
-from lightning_dp.federated import AsyncPlan, InverseRootSteps, PolynomialSizes
+from lightning_dp.federated import InverseRootSteps, PolynomialSizes
 from lightning_dp.federated.asynchronous import (
     InverseSteps,
     SampleSizes,
     StepSizes,
     rounds_for,
 )
-from lightning_dp.functional import flatten
 
 SIZES = (50, 100, 200, 500, 700, 1000)
 PAPER = {  # Table 3
@@ -82,6 +80,7 @@ def rounds_part(options: argparse.Namespace) -> None:
     """20 rounds of 200 against 9 rounds of 89, 178, ..., 801."""
     growing = PolynomialSizes(a=CLIENTS * 89, first=1)
     print("\n## 20 rounds of constant size against 9 rounds of growing size, K = 20,000\n")
+    print(f"{TEST}\n")
     head = ["constant 200, η = .0025"]
     head += [f"{local}, {rate}" for rate in ("η0 = .1", "smaller η0") for local in LOCAL_STEPS]
     print(f"| data | loss | {' | '.join(head)} | rounds |")
@@ -96,15 +95,21 @@ def rounds_part(options: argparse.Namespace) -> None:
             for eta0 in GROWING_RATES[convex]:
                 steps = InverseSteps(eta0, 0.001) if convex else InverseRootSteps(eta0, 0.01)
                 settings += [(growing, steps, local) for local in LOCAL_STEPS]
-            cells = [plain_cell(name, options, *each, convex, gradients) for each in settings]
+            found = [plain_runs(name, options, *each, convex, gradients) for each in settings]
             rounds = [rounds_for(sizes, gradients) for sizes, *_ in settings[:2]]
-            kind = "strongly convex" if convex else "convex"
-            print(
-                f"| {name} | {kind} | {' | '.join(cells)} | {rounds[0]}, {rounds[1]} |", flush=True
-            )
+            print_rows(name, convex, found, f"{rounds[0]}, {rounds[1]}")
 
 
-def plain_cell(
+def print_rows(name: str, convex: bool, found: Sequence[Sequence[float]], *more: str) -> None:
+    """A row of accuracies, and one of their gains over the first."""
+    cells = [Summary.of(values).text(4) for values in found]
+    kind = "strongly convex" if convex else "convex"
+    gains = gains_text([(values, found[0]) for values in found[1:]], 4)
+    for row in ([name, kind, *cells, *more], ["", "gain over the first", "", *gains]):
+        print(f"| {' | '.join(row)} |", flush=True)
+
+
+def plain_runs(
     name: str,
     options: argparse.Namespace,
     sizes: SampleSizes,
@@ -114,20 +119,47 @@ def plain_cell(
     gradients: int = GRADIENTS,
     lag: int = LAG,
     biased: bool = False,
-) -> str:
-    return spread(
-        [
-            plain_run(
-                Split.of(name, options.data, seed, biased=biased),
-                *(sizes, steps, seed),
-                strongly_convex=convex,
-                local_steps=local_steps,
-                gradients=gradients,
-                lag=lag,
-            )
-            for seed in range(options.seeds)
-        ]
+) -> list[float]:
+    """The accuracy with each seed."""
+    what = (name, options.data, sizes, steps, local_steps, convex, gradients, lag, biased)
+    return [finished(plain_run, *what, seed) for seed in range(options.seeds)]
+
+
+def plain_cell(*what: Any, **more: Any) -> str:
+    return Summary.of(plain_runs(*what, **more)).text(4)
+
+
+@dataclass(frozen=True)
+class LogSizes:
+    """s_i = ⌈a (i + 2) / ln(i + 2)⌉: i / ln i, from where it is defined."""
+
+    a: float
+
+    def __call__(self, i: int) -> int:
+        return math.ceil(self.a * (i + 2) / math.log(i + 2))
+
+
+def growth_part(options: argparse.Namespace) -> None:
+    """The paper's figures 3 to 5: s_i = 50 i^c and 50 i / ln i, η0 = 0.01."""
+    print(
+        "\n## Growing sample sizes: 50 i^c and 50 i / ln i of each client, η0 = 0.01, K = 20,000\n"
     )
+    print(f"{TEST}\n")
+    gradients, each = (2000 if options.quick else GRADIENTS), CLIENTS * 50
+    growths: dict[str, SampleSizes] = {
+        f"c = {c:g}": PolynomialSizes(a=each, c=c, first=1) for c in (0.0, 0.25, 0.5, 0.75, 1.0)
+    }
+    growths["i / ln i"] = LogSizes(each)
+    rounds = [str(rounds_for(sizes, gradients)) for sizes in growths.values()]
+    print(table(["data", "loss", *growths], [["rounds", "", *rounds]]), flush=True)
+    for name in ["a9a"] if options.quick else ["a9a", "covertype_subset"]:
+        for convex in strongly_convex(options):
+            steps = InverseSteps(0.01, 0.001) if convex else InverseRootSteps(0.01, 0.01)
+            found = [
+                plain_runs(name, options, sizes, steps, "diminishing2", convex, gradients)
+                for sizes in growths.values()
+            ]
+            print_rows(name, convex, found)
 
 
 def lag_part(options: argparse.Namespace) -> None:
@@ -150,45 +182,25 @@ def lag_part(options: argparse.Namespace) -> None:
 # -- biased clients, LeNet -------------------------------------------------------------------
 
 
-def lenet_run(
-    parts: Sequence[tuple[Tensor, Tensor]],
-    test: tuple[Tensor, Tensor],
+def lenet_cell(
+    options: argparse.Namespace,
+    clients: int,
     sizes: SampleSizes,
     steps: StepSizes,
-    seed: int,
-) -> float:
-    plan = AsyncPlan(rounds_for(sizes, GRADIENTS), sizes, steps, lag=LAG)
-    model = lenet()
-    records = [LeNetRecords(images, digits) for images, digits in parts]
-    start = flatten(list(model.parameters()))
-    point, _ = federate(records, start, plan, NO_PRIVACY, seed, "diminishing2", 1 / len(parts))
-    load(list(model.parameters()), point)
-    with torch.no_grad():
-        return float((model(test[0]).argmax(1) == test[1]).float().mean())
-
-
-def dealt(
-    images: Tensor, digits: Tensor, clients: int, seed: int, *, biased: bool
-) -> list[tuple[Tensor, Tensor]]:
-    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(digits)))
-    if biased:
-        order = order[torch.argsort(digits[order], stable=True)]
-    return [(images[part], digits[part]) for part in order.chunk(clients)]
+    *,
+    biased: bool = False,
+) -> str:
+    what = (options.data, clients, sizes, steps, biased)
+    return Summary.of([finished(lenet_run, *what, seed) for seed in range(options.seeds)]).text(4)
 
 
 def mnist_sizes(options: argparse.Namespace) -> None:
-    x, y, *test = mnist(options.data)
-    cells = []
-    for s in SIZES:
-        found = [
-            lenet_run(
-                dealt(x, y, MNIST_CLIENTS, seed, biased=False),
-                (test[0], test[1]),
-                *(PolynomialSizes(0, MNIST_CLIENTS * s), InverseSteps(0.0025), seed),
-            )
-            for seed in range(options.seeds)
-        ]
-        cells.append(spread(found))
+    """Table 3 for LeNet."""
+    steps = InverseSteps(0.0025)
+    cells = [
+        lenet_cell(options, MNIST_CLIENTS, PolynomialSizes(0, MNIST_CLIENTS * s), steps)
+        for s in SIZES
+    ]
     print(f"| mnist | LeNet, {MNIST_CLIENTS} clients | " + " | ".join(cells) + " |")
     paper = " | ".join(f"{value:.4f}" for value in PAPER["mnist", False])
     print(f"| | paper | {paper} |", flush=True)
@@ -212,29 +224,14 @@ def biased_part(options: argparse.Namespace) -> None:
         (PolynomialSizes(a=100, first=1), InverseRootSteps(0.01, 0.01), "20 rounds of 10, 20, ..."),
         (PolynomialSizes(0, 200), InverseSteps(0.0025), "100 rounds of 20, η = .0025"),
     ):
-        cells = [biased_lenet(options, sizes, rates, biased=biased) for biased in (False, True)]
+        cells = [lenet_cell(options, 10, sizes, rates, biased=biased) for biased in (False, True)]
         print(f"| mnist, LeNet | 10, {rounds} | {' | '.join(cells)} |", flush=True)
-
-
-def biased_lenet(
-    options: argparse.Namespace,
-    sizes: SampleSizes,
-    rates: StepSizes,
-    *,
-    biased: bool,
-) -> str:
-    """Ten clients, with one digit each if they are biased."""
-    x, y, *test = mnist(options.data)
-    found = [
-        lenet_run(dealt(x, y, 10, seed, biased=biased), (test[0], test[1]), sizes, rates, seed)
-        for seed in range(options.seeds)
-    ]
-    return spread(found)
 
 
 PARTS = {
     "sizes": sizes_part,
     "rounds": rounds_part,
+    "growth": growth_part,
     "lag": lag_part,
     "biased": biased_part,
     "private": private_part,
@@ -248,7 +245,7 @@ def main() -> None:
     parser.add_argument("--data", default="", help="folder with the .npz files")
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--loss", nargs="+", choices=LOSSES, default=list(LOSSES))
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=NOISES)
     parser.add_argument("--quick", action="store_true", help="one small run of each part")
     options = parser.parse_args()
     if not options.seeds >= 1:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 
+import archives
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -15,15 +14,17 @@ from lightning_dp.boundary import BoundedSum, Query, bounded_sum
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients.base import AbstractPerSampleGradients
 
-DATA_VARIABLE = "LIGHTNING_DP_DATA"
-LAYOUT = "X_train, y_train, X_test, y_test, or X, y"
 COVERTYPE_CLASS = 2  # against the rest: LIBSVM's covtype.binary
 
 
 @lru_cache(maxsize=2)
 def binary(name: str, folder: str) -> tuple[Tensor, Tensor]:
     """Features with a constant column, and labels -1/+1, in a random order that never changes."""
-    x, y = _arrays(name, folder)
+    path = archives.find(name, archives.folder_of(folder), name)
+    if path is None:
+        raise SystemExit(2)
+    x, y = archives.read_whole(path)
+    x = x.astype(np.float32)
     if name == "covertype_subset":
         y = np.where(y == COVERTYPE_CLASS, 1, -1)
         scale = np.abs(x).max(axis=0)  # these data are public: nothing here is private
@@ -36,58 +37,9 @@ def binary(name: str, folder: str) -> tuple[Tensor, Tensor]:
 @lru_cache(maxsize=1)
 def mnist(folder: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Training images and digits, test images and digits."""
-    with np.load(_find("mnist", folder), allow_pickle=False) as arrays:
-        parts = [arrays[key] for key in ("X_train", "y_train", "X_test", "y_test")]
-    images = [
-        torch.tensor(part / 255, dtype=torch.float32).reshape(-1, 1, 28, 28) for part in parts[::2]
-    ]
-    digits = [torch.tensor(part.astype(np.int64)) for part in parts[1::2]]
-    return images[0], digits[0], images[1], digits[1]
-
-
-def _arrays(name: str, folder: str) -> tuple[np.ndarray, np.ndarray]:
-    """All rows, training and test together."""
-    path = _find(name, folder)
-    with np.load(path, allow_pickle=False) as content:
-        arrays = dict(content)
-    if "X" not in arrays and "X_train" not in arrays:
-        return _packed(name, path)
-    if "X" in arrays:
-        return arrays["X"], arrays["y"]
-    parts = [key for key in ("train", "test") if f"X_{key}" in arrays]
-    return (
-        np.concatenate([arrays[f"X_{part}"] for part in parts]),
-        np.concatenate([arrays[f"y_{part}"] for part in parts]),
-    )
-
-
-def _packed(name: str, path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Archives in a layout of their own come with a load.py beside them."""
-    loader = path.with_name("load.py")
-    if not loader.is_file():
-        raise SystemExit(f"{path} has none of the arrays {LAYOUT}.")
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("load", loader)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    arrays = module.load(name)
-    parts = [key for key in ("X", "X_train", "X_test") if key in arrays]
-    return (
-        np.concatenate([arrays[key] for key in parts]),
-        np.concatenate([arrays[key.replace("X", "y")] for key in parts]),
-    )
-
-
-def _find(name: str, folder: str) -> Path:
-    path = Path(folder or os.environ.get(DATA_VARIABLE, ""), f"{name}.npz")
-    if not path.is_file():
-        raise SystemExit(
-            f"{path} does not exist. Give the folder with --data DIR or in the environment variable "
-            f"{DATA_VARIABLE}; the archive holds the arrays {LAYOUT}."
-        )
-    return path
+    x, y, x_test, y_test = (torch.tensor(np.ascontiguousarray(a)) for a in archives.mnist(folder))
+    images = [(part.double() / 255).float().unsqueeze(1) for part in (x, x_test)]
+    return images[0], y.long(), images[1], y_test.long()
 
 
 class LogisticGradients(AbstractPerSampleGradients):

@@ -35,16 +35,15 @@ def paper_higher_order(r0: float, sigma: float) -> tuple[float, float, float]:
     return 8 * r0 * _bracket(u0, u1, sigma), u0, u1
 
 
-def paper_r0(sigma: float, power: float = 1.0) -> float:
+def paper_r0(sigma: float) -> float:
     """r0(σ): the fixed point at the end of Supplemental Material D.3.1 (printed there: 0.0110 for
     σ = 3, 0.0202 for 5, 0.0247 for 8).
 
     Args:
         sigma: σ >= 1.137.
-        power: p in [0, 1] of the sample sizes.
 
     Raises:
-        ValueError: for a smaller σ or another p.
+        ValueError: for a smaller σ.
 
     Example:
         >>> [round(paper_r0(sigma), 4) for sigma in (3.0, 5.0, 8.0)]
@@ -52,8 +51,7 @@ def paper_r0(sigma: float, power: float = 1.0) -> float:
     """
     if not 1.137 <= sigma < math.inf:
         raise ValueError(f"sigma={sigma} must be at least 1.137.")
-    _check_power(power)
-    shape = _HALF * (3 * power + 1) / ((power + 1) * (2 * power + 1))
+    shape = _HALF * 2 / 3
     r0 = 0.0
     for _ in range(10_000):
         following = shape * (1 - r0 / sigma) ** 2 / (8 * _bracket(*_series(r0, sigma), sigma))
@@ -66,18 +64,17 @@ def paper_r0(sigma: float, power: float = 1.0) -> float:
 
 @dataclass(frozen=True)
 class PaperSelection:
-    """Parameters by Theorem D.3 for one client.
+    """Parameters by Theorem D.3 with p = 1, sizes that grow in a straight line, for one client.
 
     Args:
         initial_size: s_0.
-        num_records: N.
+        num_records: N of the client.
         sigma: σ.
         epsilon: ε that the theorem is to promise.
         epochs: K / N.
-        power: p.
         r0: r0.
-        rate, offset: q and m of s_i = ⌈N q (i + m)^p⌉.
-        rounds: T ≈ ((p + 1) K / (N q))^(1/(p + 1)).
+        rate, offset: q and m of s_i = ⌈N q (i + m)⌉.
+        rounds: T ≈ √(2 K / (N q)).
         by_k_star: whether K <= K* decides q (else K <= K⁻ does).
     """
 
@@ -86,7 +83,6 @@ class PaperSelection:
     sigma: float
     epsilon: float
     epochs: float
-    power: float
     r0: float
     rate: float
     offset: float
@@ -99,33 +95,9 @@ class PaperSelection:
         return self.offset / self.rounds
 
     @property
-    def k_minus(self) -> float:
-        """K⁻ in gradients: up to it the noise per round need not grow with K."""
-        b = _b(self.power, self.r0, self.sigma, self.ratio)
-        return b * self._unit
-
-    @property
-    def k_plus(self) -> float:
-        """K⁺ in gradients: from it on the noise grows."""
-        return _a(self.power, self.r0, self.sigma, self.ratio) * self._unit
-
-    @property
-    def k_star(self) -> float:
-        """K* in gradients: up to it, no batch is larger than r0 N / σ."""
-        p = self.power
-        d = (self.r0 / self.sigma) ** ((1 + p) / p) / (p + 1) * (1 + self.ratio) ** (1 + p)
-        return float(d * self.rate ** (-1 / p) * self.num_records)
-
-    @property
-    def _unit(self) -> float:
-        p = self.power
-        growth = self.epsilon ** ((1 + p) / (1 + 2 * p)) * self.rate ** (-1 / (1 + 2 * p))
-        return float(growth * self.num_records)
-
-    @property
     def budget(self) -> float:
         """The largest √(2 ln(1/δ) / ε) that σ suffices for, by the theorem."""
-        factor = (1 + self.ratio) ** (2 + 3 * self.power) / math.sqrt(1 - self.r0 / self.sigma)
+        factor = (1 + self.ratio) ** 5 / math.sqrt(1 - self.r0 / self.sigma)
         return float(self.sigma / factor)
 
     @property
@@ -134,36 +106,14 @@ class PaperSelection:
         return math.exp(-self.epsilon * self.budget**2 / 2)
 
     @property
-    def sizes(self) -> PowerSizes | PolynomialSizes:
-        """s_i; for p = 1 as the paper rounds it: s_0 + ⌈N q i⌉."""
-        if self.power == 1:
-            return PolynomialSizes(self.num_records * self.rate, self.initial_size)
-        return PowerSizes(self.num_records, self.rate, self.offset, self.power)
+    def sizes(self) -> PolynomialSizes:
+        """s_i as the paper rounds it, s_0 + ⌈N q i⌉."""
+        return PolynomialSizes(self.num_records * self.rate, self.initial_size)
 
     @property
     def rounds_needed(self) -> int:
-        """Rounds of these sizes until K gradients: fewer than T, which is an approximation."""
+        """Rounds of these sizes until K gradients, fewer than T, which is an approximation."""
         return rounds_for(self.sizes, self.epochs * self.num_records)
-
-
-@dataclass(frozen=True)
-class PowerSizes:
-    """s_i = ⌈N q (i + m)^p⌉, the sequences of Theorem 3 of van Dijk et al. (2020).
-
-    Example:
-        >>> sizes = PowerSizes(10_000, rate=1.3216327772100012e-4, offset=12.106237281566509)
-        >>> sizes(0), sizes(182), sum(sizes(i) for i in range(183))
-        (16, 257, 25027)
-    """
-
-    num_records: int
-    rate: float
-    offset: float = 0.0
-    power: float = 1.0
-
-    def __call__(self, i: int) -> int:
-        size = self.num_records * self.rate * (i + self.offset) ** self.power
-        return math.ceil(float(size) * (1 - 1e-12))  # 16.000000000000004 is 16
 
 
 def paper_selection(
@@ -173,7 +123,6 @@ def paper_selection(
     sigma: float,
     epsilon: float,
     epochs: float,
-    power: float = 1.0,
     r0: float | None = None,
     refinements: int = 2,
 ) -> PaperSelection:
@@ -184,11 +133,10 @@ def paper_selection(
 
     Args:
         initial_size: s_0 >= 1.
-        num_records: N.
+        num_records: N of the client.
         sigma: σ.
         epsilon: ε.
         epochs: K / N > 0.
-        power: p in (0, 1].
         r0: default :func:`paper_r0`; the paper also takes 1/e.
         refinements: how often γ = m/T of one choice is put into K⁻ for the next one.
 
@@ -211,47 +159,20 @@ def paper_selection(
     ):
         if not 0 < value < math.inf:
             raise ValueError(f"{name}={value} must be finite and greater than 0.")
-    _check_power(power)
-    if power == 0:
-        raise ValueError("power=0.0: a constant size leaves nothing to choose.")
-    r0 = paper_r0(sigma, power) if r0 is None else r0
+    r0 = paper_r0(sigma) if r0 is None else r0
     paper_higher_order(r0, sigma)  # checks both
-    p, star = power, (r0 / sigma) ** (1 + power) / (power + 1) ** power / epochs**power
+    star = (r0 / sigma) ** 2 / (2 * epochs)
     gamma = 0.0
     for _ in range(refinements + 1):
-        minus = _b(p, r0, sigma, gamma) * epsilon ** ((1 + p) / (1 + 2 * p)) / epochs
-        rate = min(float(star), float(minus ** (1 + 2 * p)))
-        offset = (initial_size / (num_records * rate)) ** (1 / p)
-        rounds = math.ceil(((p + 1) * epochs / rate) ** (1 / (p + 1)))
+        minus = _b(r0, sigma, gamma) * epsilon ** (2 / 3) / epochs
+        rate = min(star, minus**3)
+        offset = initial_size / (num_records * rate)
+        rounds = math.ceil(math.sqrt(2 * epochs / rate))
         if rate == star:
             break
         gamma = offset / rounds
-    numbers = (initial_size, num_records, sigma, epsilon, epochs, power, r0)
+    numbers = (initial_size, num_records, sigma, epsilon, epochs, r0)
     return PaperSelection(*numbers, rate, offset, rounds, by_k_star=rate == star)
-
-
-def paper_sigma(selection: PaperSelection, delta: float, gradients: float) -> float:
-    """The least σ that Theorem 3 asks for at K = ``gradients``; for comparison only.
-
-    √(2 ln(1/δ) / ε) (1 + m/T)^(2 + 3p) / √(1 - r0/σ) if K <= K⁻; from K⁺ on that times
-    1.21 (K/K⁺)^((1 + 2p)/(2 + 2p)), for r0 = r0(σ). Between them the theorem says nothing.
-
-    Raises:
-        ValueError: for K between K⁻ and K⁺, or above K*.
-    """
-    if not gradients <= selection.k_star:
-        raise ValueError(f"gradients={gradients} is above K* = {selection.k_star:.6g}.")
-    p, loss = selection.power, selection.sigma / selection.budget
-    base = math.sqrt(2 * math.log(1 / delta) / selection.epsilon) * loss
-    if gradients <= selection.k_minus:
-        return base
-    if gradients < selection.k_plus:
-        raise ValueError(
-            f"gradients={gradients} is between K⁻ = {selection.k_minus:.6g} and K⁺ = "
-            f"{selection.k_plus:.6g}, where Theorem 3 says nothing."
-        )
-    growth: float = (gradients / selection.k_plus) ** ((1 + 2 * p) / (2 + 2 * p))
-    return 2 * math.sqrt(_HALF) * growth * base
 
 
 def true_epsilon(
@@ -283,21 +204,10 @@ def _bracket(u0: float, u1: float, sigma: float) -> float:
     return (1 / (1 - u0) + math.e**3 / sigma**3 / (1 - u1)) * math.exp(3 / sigma**2)
 
 
-def _a(p: float, r0: float, sigma: float, gamma: float) -> float:
-    """A(p, r0, σ) of Theorem D.3, α = r0/σ."""
+def _b(r0: float, sigma: float, gamma: float) -> float:
+    """B(1, r0, σ) of Theorem D.3, from its A(1, r0, σ); α = r0/σ."""
     r, alpha = paper_higher_order(r0, sigma)[0], r0 / sigma
-    inner = r * (2 * p + 1) ** 2 / (3 * p + 1) * (1 + gamma) ** (3 * (1 + 2 * p)) / (1 - alpha) ** 2
-    return float((p + 1) ** (-p / (1 + 2 * p)) * inner ** ((1 + p) / (1 + 2 * p)))
-
-
-def _b(p: float, r0: float, sigma: float, gamma: float) -> float:
-    """B(p, r0, σ) of Theorem D.3."""
-    r, alpha, power = paper_higher_order(r0, sigma)[0], r0 / sigma, (1 + p) / (1 + 2 * p)
-    x = 2 * r * (p + 1) * (2 * p + 1) * (1 + gamma) ** (2 * p) / ((3 * p + 1) * (1 - alpha) ** 2)
-    shrink = (1 + gamma) ** (-(3 + 4 * p) * power)
-    return float(_a(p, r0, sigma, gamma) * shrink * (2 / ((x + 1) ** 2 - 1)) ** power)
-
-
-def _check_power(power: float) -> None:
-    if not 0 <= power <= 1:
-        raise ValueError(f"power={power} must be in [0, 1].")
+    inner = r * 9 / 4 * (1 + gamma) ** 9 / (1 - alpha) ** 2
+    a = 2 ** (-1 / 3) * inner ** (2 / 3)
+    x = 3 * r * (1 + gamma) ** 2 / (1 - alpha) ** 2
+    return float(a * (1 + gamma) ** (-14 / 3) * (2 / ((x + 1) ** 2 - 1)) ** (2 / 3))

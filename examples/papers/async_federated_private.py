@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from async_federated_data import binary
-from async_federated_run import CLIENTS, LAG, Split, federate, spread, strongly_convex
+from async_federated_run import CLIENTS, LAG, Split, federate, strongly_convex
+from common import Summary, finished
 
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian, calibrate
 from lightning_dp.federated import AsyncPlan, ClientPrivacy, InverseRootSteps, PolynomialSizes
@@ -94,25 +95,31 @@ def accounting_row(setting: Setting, n: int) -> str:
     return f"| {setting.name} | {rounds} | {sigma:.3f} | {total:.1f} | {spent:.4f} |"
 
 
+def private_run(
+    folder: str, plan: AsyncPlan, sigma: float, convex: bool, seed: int
+) -> tuple[float, float, float, float]:
+    """AUC on records to choose by; accuracy and AUC on those to report on; ε by the ledgers."""
+    choose, report = private_split(folder, seed)
+    point, spent = federate(
+        *(choose.records(strongly_convex=convex), choose.start(), plan),
+        *(ClientPrivacy(CLIP, sigma, math.inf, DELTA), seed),
+    )
+    return choose.auc(point), report.accuracy(point), report.auc(point), spent
+
+
 def private_row(setting: Setting, options: argparse.Namespace, convex: bool) -> str:
     """At the paper's η0, and at the one that is best on other held-out records, mean over seeds."""
     rounds, sigma = sigma_of(setting, PRIVATE_RECORDS)
     rounds = 20 if options.quick else rounds
-    found: dict[float, list[tuple[float, float, float, float]]] = {}
+    found = {}
     for eta0 in RATES[:1] if options.quick else RATES:
         steps = InverseSteps(eta0, 0.001) if convex else InverseRootSteps(eta0, 0.01)
-        plan = AsyncPlan(rounds, setting.sizes, steps, lag=LAG)
-        found[eta0] = []
-        for seed in range(options.seeds):
-            choose, report = private_split(options.data, seed)
-            point, spent = federate(
-                *(choose.records(strongly_convex=convex), choose.start(), plan),
-                *(ClientPrivacy(CLIP, sigma, math.inf, DELTA), seed),
-            )
-            row = (choose.auc(point), report.accuracy(point), report.auc(point), spent)
-            found[eta0].append(row)
-    best = max(found, key=lambda eta0: np.mean([row[0] for row in found[eta0]]))
-    cells = [setting.name, f"{found[RATES[0]][0][3]:.4f}"]
+        what = (options.data, AsyncPlan(rounds, setting.sizes, steps, lag=LAG), sigma, convex)
+        found[eta0] = np.array(
+            [finished(private_run, *what, seed) for seed in range(options.seeds)]
+        )
+    best = max(found, key=lambda eta0: found[eta0][:, 0].mean())
+    cells = [setting.name, f"{found[RATES[0]][0, 3]:.4f}"]
     for eta0 in (RATES[0], best):
-        cells += [f"{eta0:g}", *(spread([row[k] for row in found[eta0]]) for k in (1, 2))]
+        cells += [f"{eta0:g}", *(Summary.of(found[eta0][:, k]).text(4) for k in (1, 2))]
     return "| " + " | ".join(cells) + " |"

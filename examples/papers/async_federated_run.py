@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from async_federated_data import LogisticRecords, binary
+from async_federated_data import LeNetRecords, LogisticRecords, binary, lenet, load, mnist
 from scratch_ledger import ScratchLedger
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
@@ -21,6 +21,7 @@ from lightning_dp.federated import AsyncClient, AsyncPlan, AsyncServer, ClientPr
 from lightning_dp.federated.asynchronous import SampleSizes, StepSizes, rounds_for
 from lightning_dp.federated.client import draw
 from lightning_dp.federated.protocol import Records
+from lightning_dp.functional import flatten
 
 CLIENTS, MNIST_CLIENTS = 5, 4
 GRADIENTS = 20_000  # K of the experiments without privacy, over all clients
@@ -86,14 +87,8 @@ def federate(
 
 
 def strongly_convex(options: argparse.Namespace) -> list[bool]:
-    """Whether, for each of the losses that were asked for."""
+    """Return, for each of the losses that were asked for, whether it is strongly convex."""
     return [LOSSES[name] for name in options.loss]
-
-
-def spread(values: Sequence[float]) -> str:
-    """Mean ± standard deviation."""
-    deviation = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
-    return f"{np.mean(values):.4f} ± {deviation:.4f}"
 
 
 # -- logistic regression ---------------------------------------------------------------------
@@ -134,22 +129,44 @@ NO_PRIVACY = ClientPrivacy(math.inf, 0.0, target_epsilon=math.inf)
 
 
 def plain_run(
-    split: Split,
+    name: str,
+    folder: str,
     sizes: SampleSizes,
     steps: StepSizes,
-    seed: int,
-    *,
-    strongly_convex: bool,
     local_steps: str,
-    gradients: int = GRADIENTS,
-    lag: int = LAG,
+    strongly_convex: bool,
+    gradients: int,
+    lag: int,
+    biased: bool,
+    seed: int,
 ) -> float:
     """Accuracy without privacy: the model moves inside a round, as in the paper.
 
     ``sizes`` are those of all clients together, as is t in the step sizes.
     """
+    split = Split.of(name, folder, seed, biased=biased)
     plan = AsyncPlan(rounds_for(sizes, gradients), sizes, steps, lag=lag)
     records = split.records(strongly_convex=strongly_convex)
-    start = split.start()
-    point, _ = federate(records, start, plan, NO_PRIVACY, seed, local_steps, 1 / CLIENTS)
+    point, _ = federate(records, split.start(), plan, NO_PRIVACY, seed, local_steps, 1 / CLIENTS)
     return split.accuracy(point)
+
+
+# -- LeNet -----------------------------------------------------------------------------------
+
+
+def lenet_run(
+    folder: str, clients: int, sizes: SampleSizes, steps: StepSizes, biased: bool, seed: int
+) -> float:
+    """Accuracy on the test set; biased clients have digits in order, ten of them one digit each."""
+    images, digits, *test = mnist(folder)
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(digits)))
+    if biased:
+        order = order[torch.argsort(digits[order], stable=True)]
+    records = [LeNetRecords(images[part], digits[part]) for part in order.chunk(clients)]
+    plan = AsyncPlan(rounds_for(sizes, GRADIENTS), sizes, steps, lag=LAG)
+    model = lenet()
+    start = flatten(list(model.parameters()))
+    point, _ = federate(records, start, plan, NO_PRIVACY, seed, "diminishing2", 1 / clients)
+    load(list(model.parameters()), point)
+    with torch.no_grad():
+        return float((model(test[0]).argmax(1) == test[1]).float().mean())

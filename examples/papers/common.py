@@ -10,12 +10,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import random
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -177,6 +180,15 @@ class Agenda:
 # -- running and resuming --------------------------------------------------------------------------
 
 
+def print_heading(title: str, arguments: Sequence[str], data: str | None) -> None:
+    """Print the title of a script's output, its command, and the versions that it runs with."""
+    words = ["DIR" if word == data else word for word in arguments]
+    print(f"# {title}\n\n    python examples/papers/{Path(sys.argv[0]).name} {' '.join(words)}")
+    packages = ("lightning-dp", "lightning", "torch", "numpy", "scipy", "scikit-learn")
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    print(f"\nPython {platform.python_version()}, {versions}", flush=True)
+
+
 def finished(make: Callable[..., Any], *arguments: Any) -> Any:
     """Return the result of a function, from the folder of finished runs where it is there.
 
@@ -270,6 +282,22 @@ class Summary:
         factor = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) if count > 1 else math.nan
         return cls(float(np.mean(values)), deviation, factor * deviation / count**0.5, count)
 
+    def text(self, digits: int, unit: str = "", note: str = "") -> str:
+        """Mean ± standard deviation over runs, in brackets half the interval of the mean."""
+        numbers = (self.mean, self.deviation, self.margin)
+        mean, deviation, margin = (f"{number:.{digits}f}" for number in numbers)
+        return f"{mean} ± {deviation} (± {margin}{note}){unit}"
+
+    def gain(self, digits: int, p: float) -> str:
+        """Mean of paired differences ± half its interval, and the p of its test; bold below 0.05."""
+        mark = "**" if p < 0.05 else ""
+        text = f"{self.mean:+.{digits}f} ± {self.margin:.{digits}f}"
+        return f"{mark}{text}{mark} ({p_text(p)})"
+
+
+def p_text(p: float) -> str:
+    return "p < 0.001" if p < 1e-3 else f"p = {p:.2g}"
+
 
 def paired_p(some: Sequence[float], others: Sequence[float]) -> float:
     """Two-sided p of the Wilcoxon signed-rank test on pairs of runs with the same seed."""
@@ -291,6 +319,22 @@ def holm(values: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(values) - rank) * values[place]))
         adjusted[place] = largest
     return adjusted
+
+
+def gains_text(pairs: Sequence[tuple[np.ndarray, np.ndarray]], digits: int) -> list[str]:
+    """The gain of the first of each pair over the second; p by Wilcoxon, adjusted by Holm over all."""
+    adjusted = holm([paired_p(some, others) for some, others in pairs])
+    return [
+        Summary.of(np.subtract(*pair)).gain(digits, p)
+        for pair, p in zip(pairs, adjusted, strict=True)
+    ]
+
+
+TEST = (
+    "± is the standard deviation over runs, in brackets half the 95 % interval of the mean (Student). "
+    "Differences are paired by seed: mean ± half its 95 % interval, p by Wilcoxon's signed-rank test, "
+    "two-sided, adjusted over the cells compared by Holm; bold where p < 0.05."
+)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

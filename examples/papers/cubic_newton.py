@@ -30,17 +30,17 @@ from __future__ import annotations
 import argparse
 import itertools
 import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from cubic_newton_data import DATA_VARIABLE, SETS, Problem, is_there, problem
+from archives import DATA_VARIABLE, folder_of
+from common import print_heading
+from cubic_newton_data import SETS, Problem, is_there, problem
 from cubic_newton_report import draw, print_set
 from cubic_newton_run import Setting, Trace, execute, noise_multiplier, sweep
 from torch import Tensor
@@ -56,7 +56,7 @@ SLACK = 1.05  # "as good as Fed-SGD": at most 5 % above its best
 
 @dataclass(frozen=True)
 class Size:
-    """How much is computed.
+    """Amount of computation.
 
     Args:
         first_order, second_order, sparse: the numbers of rounds that are tried.
@@ -99,7 +99,7 @@ class Point:
 
 @dataclass
 class Found:
-    """What was found on a data set; frontiers are by (method, k/d, ε)."""
+    """Results on a data set; frontiers are by (method, k/d, ε)."""
 
     title: str
     problem: Problem
@@ -219,7 +219,7 @@ def explore_further(
 
 
 def run_them(found: Found, size: Size) -> None:
-    """What the tables report, through the package."""
+    """Make the runs that the tables report, through the package."""
     for epsilon in size.epsilons:
         target = found.target(epsilon)
         for method in ("Fed-SGD", "Newton"):
@@ -254,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     given = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(given)
-    folder = options.data or os.environ.get(DATA_VARIABLE, "")
+    folder = folder_of(options.data)
     names = options.sets or (["phishing"] if options.quick else list(SETS))
     names = [name for name in names if is_there(name, folder)]
     if not names:
@@ -264,10 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.epsilons:
         size = replace(size, epsilons=tuple(sorted({*options.epsilons, size.main})))
     options.output.mkdir(parents=True, exist_ok=True)
-    packages = ("lightning-dp", "torch", "numpy", "scikit-learn")
-    shown = ["DIR" if argument == options.data else str(argument) for argument in given]
-    print(f"# Cubic Newton\n\n    python examples/papers/cubic_newton.py {' '.join(shown)}")
-    print(f"\nPython {sys.version.split()[0]}, {', '.join(f'{p} {version(p)}' for p in packages)}")
+    print_heading("Cubic Newton", given, options.data)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
         todo = [pool.submit(explore, name, folder, size) for name in names]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,24 +9,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from archives import Arrays, find, read
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
-DATA_VARIABLE = "LIGHTNING_DP_DATA"
-TEST_SHARE = 0.2  # where a set has no test part of its own
-Arrays = tuple[np.ndarray, np.ndarray]
+TEST_SHARE = 0.2  # where a set has no test part
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """Where a data set is found: ``file`` in the folder given with --data.
-
-    Args:
-        choose: keeps some records and makes the labels -1 and 1.
-    """
+    """A title, and ``choose``, which keeps some records and makes the labels -1 and 1."""
 
     title: str
-    file: str
     choose: Callable[[np.ndarray, np.ndarray], Arrays] = lambda x, y: (x, y)
 
 
@@ -37,23 +30,16 @@ def _three_or_five(x: np.ndarray, y: np.ndarray) -> Arrays:
 
 
 SETS = {
-    "a9a": DataSet("a9a", "a9a.npz"),
-    "w8a": DataSet("w8a", "w8a.npz"),
-    "phishing": DataSet("phishing", "phishing.npz"),
-    "mnist": DataSet("MNIST, 3 or 5", "mnist.npz", _three_or_five),
+    "a9a": DataSet("a9a"),
+    "w8a": DataSet("w8a"),
+    "phishing": DataSet("phishing"),
+    "mnist": DataSet("MNIST, 3 or 5", _three_or_five),
 }
 
 
 def is_there(name: str, folder: str) -> bool:
-    """Whether a set can be read; says so if not."""
-    if folder and Path(folder, SETS[name].file).is_file():
-        return True
-    where = f"no {SETS[name].file} in {folder}" if folder else "no folder was given"
-    print(
-        f"{SETS[name].title} is left out: {where} (--data DIR or {DATA_VARIABLE}).",
-        file=sys.stderr,
-    )
-    return False
+    """Return whether a set can be read; says so if not."""
+    return find(SETS[name].title, folder, name) is not None
 
 
 @dataclass(frozen=True)
@@ -110,7 +96,7 @@ def problem(name: str, folder: str, clients: int) -> Problem:
 
     The records are dealt out at random, equally many to each client; what remains is dropped.
     """
-    (x, y), (x_test, y_test) = _parts(SETS[name], folder)
+    (x, y), (x_test, y_test) = _parts(name, folder)
     order = np.random.default_rng(0).permutation(len(x))[: len(x) // clients * clients]
     x, y = x[order], y[order]
     signed = torch.from_numpy(x * y[:, None]).reshape(clients, -1, x.shape[1])
@@ -122,21 +108,15 @@ def problem(name: str, folder: str, clients: int) -> Problem:
     return Problem(signed, test, weight_decay, least, accuracy)
 
 
-def _parts(of: DataSet, folder: str) -> tuple[Arrays, Arrays]:
+def _parts(name: str, folder: str) -> list[Arrays]:
     """The records to train on and to test with; a random fifth where the set has none."""
-    with np.load(Path(folder, of.file), allow_pickle=False) as arrays:
-        if "X_test" in arrays.files:
-            train, test = (
-                _rows(*of.choose(arrays[f"X_{part}"], arrays[f"y_{part}"]))
-                for part in ("train", "test")
-            )
-            return train, test
-        end = "" if "X" in arrays.files else "_train"
-        x, y = _rows(*of.choose(arrays[f"X{end}"], arrays[f"y{end}"]))
+    found = [_rows(*SETS[name].choose(x, y)) for x, y in read(Path(folder, f"{name}.npz"))]
+    if len(found) == 2:
+        return found
+    ((x, y),) = found
     order = np.random.default_rng(1).permutation(len(x))
     cut = round(TEST_SHARE * len(x))
-    train, test = ((x[rows], y[rows]) for rows in (order[cut:], order[:cut]))
-    return train, test
+    return [(x[rows], y[rows]) for rows in (order[cut:], order[:cut])]
 
 
 def _rows(x: np.ndarray, y: np.ndarray) -> Arrays:

@@ -34,7 +34,7 @@ def paper_noise(
     Args:
         newton: says τ, C_g, C_H and k/d.
         target_epsilon, delta0: what the theorem states.
-        rounds: T.
+        rounds: T of the run.
         num_records: m, of one client.
         diameter: D, the diameter of the set of parameters.
         kept_fraction: k/d; by default ``newton.keep_fraction``, or 1.

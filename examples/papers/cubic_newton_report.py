@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 import torch
+from common import Summary
 from cubic_newton_data import Problem
 from cubic_newton_paper import paper_rows
 
@@ -95,7 +96,7 @@ def _print_runs(found: Any, size: Any) -> None:
         one = traces[0]
         print(
             f"| {one.epsilon:.4f} | {_label(key)} | {point.rounds} | {one.evaluations} | "
-            f"{_spread(last)} | {100 * right.mean():.2f} ± {100 * right.std():.2f} | "
+            f"{_spread(last)} | {Summary.of((100 * right).tolist()).text(2)} | "
             f"{one.uplink:,} | {one.uplink * point.rounds:,} | {_setting(point.setting)} |"
         )
 
@@ -125,7 +126,7 @@ def _colour(method: str, kept: float) -> str:
 def _spread(values: Any) -> str:
     if not bool(torch.isfinite(values).all()):
         return "diverged"
-    return f"{values.mean():.5f} ± {values.std():.5f}"
+    return Summary.of(values.tolist()).text(5)
 
 
 def _setting(s: Any) -> str:

@@ -37,7 +37,7 @@ class Setting:
         clip: C_g.
         curvature: C_H / C_g; the Hessian of one record's loss has norm at most 1/4.
         scale: α.
-        cubic: M.
+        cubic: M of the cubic term.
         is_local: plain local gradient steps instead of the quadratic model.
         whole: with k < d, the inner solver works in all coordinates.
     """

@@ -8,7 +8,7 @@ rounds, one hidden layer of 10 softplus units, δ = 1e-5, replace-one, for
 
 - GD without privacy, DP-GD and DIFF2-GD with the noise of Proposition 4.1 (u = 1.25),
 - the same two with the least noise that (ε, δ) allows, and DIFF2-GD with the best split of it,
-- Diff2.recommend() without any tuning, and with --storm a recursive momentum.
+- Diff2.recommend() without any tuning.
 
 The paper has 10 workers of equal size and a trusted server. The mean of their clipped means is the
 clipped sum over all records over n, so one process computes it.
@@ -29,18 +29,17 @@ from __future__ import annotations
 import argparse
 import math
 import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
-from common import finished
-from diff2_data import DATA_VARIABLE, SETS, raw, split
+from archives import DATA_VARIABLE, folder_of
+from common import finished, print_heading
+from diff2_data import SETS, raw, split
 from diff2_model import HIDDEN
 from diff2_report import draw, print_noise, print_results, write_tried
 from diff2_run import DELTA, Noise, Run, Setting, Trace, execute, walk
@@ -212,11 +211,6 @@ def best_split_settings(tried: dict[Setting, Trace]) -> list[Setting]:
     return found
 
 
-def storm_settings(size: Size) -> list[Setting]:
-    """Return as many settings, with 1/a in the place of T."""
-    return [Setting(1.0, s.clip, 1, s.diff, momentum=1 / s.interval) for s in diff2_settings(size)]
-
-
 def recommended(bench: Bench) -> Setting:
     """Diff2.recommend(), its smoothness guessed before data is seen.
 
@@ -256,7 +250,7 @@ SETTLED: dict[str, tuple[Noise, Setting, Setting]] = {
 # -- one data set --------------------------------------------------------------------------------
 
 
-def compare(bench: Bench, *, with_storm: bool) -> list[Method]:
+def compare(bench: Bench) -> list[Method]:
     """All methods, tuned and run."""
     size = bench.size
     if size.is_settled:
@@ -274,8 +268,6 @@ def compare(bench: Bench, *, with_storm: bool) -> list[Method]:
         Method("DP-GD, exact noise (b)", "exact", dp_gd_settings(size)),
         Method("DIFF2-GD, exact noise (b)", "exact", diff2_settings(size)),
     ]
-    if with_storm:
-        methods.append(Method("Storm, exact noise (e)", "exact", storm_settings(size)))
     for method in methods:
         bench.tune(method)
     dp_gd, diff2 = methods[3:5]
@@ -300,7 +292,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="California only, few settings: 2 min")
     parser.add_argument("--all", action="store_true", help="all five data sets: 10 hours or more")
     parser.add_argument("--sets", nargs="+", choices=SETS, help="these data sets")
-    parser.add_argument("--storm", action="store_true", help="the recursive momentum too")
     parser.add_argument("--epsilon", type=float, default=3.0, help="the paper has 3 and 5")
     parser.add_argument("--points", type=int, default=12, help="settings tried for each method")
     parser.add_argument("--seeds", type=int, default=5, help="of splits, parameters and noises")
@@ -310,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     given = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(given)
-    folder = options.data or os.environ.get(DATA_VARIABLE, "")
+    folder = folder_of(options.data)
     default = ["california"] if options.quick or options.settled else ["california", "gas"]
     names = options.sets or (list(SETS) if options.all else default)
     names = [name for name in names if raw(name, folder) is not None]
@@ -320,17 +311,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         size = Size(options.rounds, options.seeds, points=2, finalists=1, is_thin=True)
     options.output.mkdir(parents=True, exist_ok=True)
-    packages = ("lightning-dp", "torch", "numpy", "scipy")
-    shown = ["DIR" if argument == options.data else str(argument) for argument in given]
-    print(f"# DIFF2\n\n    python examples/papers/diff2.py {' '.join(shown)}")
-    print(f"\nPython {sys.version.split()[0]}, {', '.join(f'{p} {version(p)}' for p in packages)}")
+    print_heading("DIFF2", given, options.data)
     start = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
         for name in names:
             bench = Bench(pool, name, folder, options.epsilon, size)
             data = split(name, folder, 0)
-            methods = compare(bench, with_storm=options.storm)
+            methods = compare(bench)
             print_noise(SETS[name].title, data, options.epsilon, options.rounds)
             print_results(methods)
             path = options.output / f"{name}.png"

@@ -6,21 +6,19 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import torch
+from archives import Arrays, find, read_whole
 from sklearn import datasets
 from torch import Tensor
 
-DATA_VARIABLE = "LIGHTNING_DP_DATA"
 WORKERS, TRAIN_SHARE = 10, 0.8
-Arrays = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """How a data set is found and prepared.
+    """A data set, found and prepared.
 
     Args:
         archives: names its .npz file may have in the folder given with --data.
@@ -74,35 +72,13 @@ SETS = {
 def raw(name: str, folder: str) -> Arrays | None:
     """Features (N, d) and targets (N,) as they are; says what is missing and gives None."""
     of = SETS[name]
-    for archive in of.archives:
-        path = Path(folder, f"{archive}.npz")
-        if folder and path.is_file():
-            with np.load(path, allow_pickle=False) as arrays:
-                return _from_archive(arrays)
-    where = f"no {of.archives[0]}.npz in {folder}" if folder else "no folder was given"
-    said = f"{of.title} is left out: {where} (--data DIR or {DATA_VARIABLE})"
     if of.fetch is not None and not folder:
         try:
             return of.fetch()
         except Exception as error:  # no network: whatever the fetcher makes of it
-            said += f", and scikit-learn could not fetch it ({type(error).__name__}: {error})"
-    elif of.fetch is None:
-        said += ", and scikit-learn has no fetcher for it"
-    print(said + ".", file=sys.stderr)
-    return None
-
-
-def _from_archive(arrays: np.lib.npyio.NpzFile) -> Arrays:
-    names = arrays.files
-    if "X" in names:
-        return arrays["X"], arrays["y"]
-    if "X_num" in names:  # Covertype with the positions of its one-hot bits
-        one_hot = [np.eye(n)[arrays[bit]] for bit, n in (("wilderness", 4), ("soil", 40))]
-        return np.concatenate([arrays["X_num"], *one_hot], axis=1), arrays["y"]
-    return (
-        np.concatenate([arrays["X_train"], arrays["X_test"]]),
-        np.concatenate([arrays["y_train"], arrays["y_test"]]),
-    )
+            print(f"scikit-learn could not fetch it ({error!r}):", end=" ", file=sys.stderr)
+    path = find(of.title, folder, *of.archives)
+    return None if path is None else read_whole(path)
 
 
 @dataclass(frozen=True)

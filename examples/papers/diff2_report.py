@@ -50,9 +50,7 @@ def describe(setting: Setting) -> str:
     parts = [f"η {setting.rate:.3g}"]
     if np.isfinite(setting.clip):
         parts.append(f"C1 {setting.clip:g}")
-    if setting.momentum is not None:
-        parts += [f"a 1/{1 / setting.momentum:.0f}", f"C2 {setting.diff:.3g}"]
-    elif setting.interval > 1:
+    if setting.interval > 1:
         parts += [f"T {setting.interval}", f"C2 {setting.diff:.3g}"]
     if setting.u is not None:
         parts.append(f"u {setting.u:.3g}")
@@ -63,19 +61,17 @@ def write_tried(methods: Sequence[Method], path: Path) -> None:
     """Everything that was tried: the means of the last ten values on the first noise."""
     with path.open("w", newline="") as file:
         table = csv.writer(file)
-        table.writerow(
-            ["method", "seed", "rate", "C1", "T", "C2", "u", "a", "train loss", "gradient"]
-        )
+        table.writerow(["method", "seed", "rate", "C1", "T", "C2", "u", "train loss", "gradient"])
         for method in methods:
             for seed, tried in enumerate(method.tried):
                 for s, trace in tried.items():
-                    what = (seed, s.rate, s.clip, s.interval, s.diff, s.u, s.momentum)
+                    what = (seed, s.rate, s.clip, s.interval, s.diff, s.u)
                     levels = [f"{trace.level(criterion):.6g}" for criterion in (0, 1)]
                     table.writerow([method.title, *what, *levels])
 
 
 def print_noise(title: str, data: Split, epsilon: float, rounds: int) -> None:
-    """What the two accountings ask for."""
+    """Print the noise that the two accountings ask for."""
     records = data.train.count
     print(
         f"\n## {title}: n = {records}, {len(data.test.y.flatten())} to test, ε = {epsilon:g}, "
@@ -131,8 +127,6 @@ def print_tests(methods: Sequence[Method]) -> None:
         ("DIFF2-GD(c)", "DIFF2-GD(a)"),
         ("DIFF2-GD(c)", "DIFF2-GD(b)"),
         ("Diff2.recommend()(d)", "DP-GD(b)"),
-        ("Storm(e)", "DP-GD(b)"),
-        ("Storm(e)", "DIFF2-GD(c)"),
         ("DIFF2-GD(f)", "DP-GD(f)"),
     ]
     for first, second in pairs:

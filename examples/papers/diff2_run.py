@@ -22,7 +22,7 @@ from lightning_dp.accounting.gdp import gdp_epsilon
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.boundary import bounded_sum
-from lightning_dp.estimators import Diff2, MeanGradient, Storm
+from lightning_dp.estimators import Diff2, MeanGradient
 from lightning_dp.estimators.base import AbstractEstimator
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.mechanism import Mechanism
@@ -38,7 +38,7 @@ Noise = Literal["none", "paper", "exact", "add/remove"]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is tuned.
+    """The settings that are tuned.
 
     Args:
         rate: η.
@@ -46,7 +46,6 @@ class Setting:
         interval: T; 1 is DP-GD.
         diff: C2.
         u: the split; None is the paper's.
-        momentum: a of Storm, instead of ``interval``.
     """
 
     rate: float
@@ -54,13 +53,10 @@ class Setting:
     interval: int = 1
     diff: float = 1.0
     u: float | None = None
-    momentum: float | None = None
 
     def estimator(self) -> AbstractEstimator:
         if math.isinf(self.clip):
             return MeanGradient(math.inf)
-        if self.momentum is not None:
-            return Storm(self.momentum, self.clip, self.diff)
         return Diff2(self.interval, self.clip, self.diff, self.u or "paper")
 
 
@@ -81,7 +77,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a run did.
+    """The course of a run.
 
     Args:
         values: train loss, squared norm of its gradient, test loss, at every 20th round.
@@ -160,7 +156,7 @@ def execute(run: Run) -> Trace:
                     gradients = chunk.gradients(query, params)
                     mechanism.answer(bounded_sum(gradients, query.clip_norm))
                 estimate = unflatten(mechanism.tell(params), params)
-        except RuntimeError:  # Diff2 and Storm: the parameters are no longer finite
+        except RuntimeError:  # Diff2: the parameters are no longer finite
             break
         params = [p - run.setting.rate * g for p, g in zip(params, estimate, strict=True)]
         squares.append(sum(float(g.square().sum()) for g in estimate))

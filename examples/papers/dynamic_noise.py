@@ -1,4 +1,4 @@
-"""When does noise that decreases over the run beat constant noise at equal privacy?
+"""Does noise that decreases over the run beat constant noise at equal privacy?
 
     python examples/papers/dynamic_noise.py --data DIR [--quick] [--output DIR]
 
@@ -25,18 +25,18 @@ from __future__ import annotations
 import argparse
 import math
 import multiprocessing
-import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
 import dynamic_noise_minibatches as minibatches
-from dynamic_noise_data import DATA_VARIABLE, has_mnist
+from archives import DATA_VARIABLE, folder_of, mnist
+from common import NOISES, finished, print_heading
 from dynamic_noise_report import draw, print_table, print_verdict
 from dynamic_noise_run import (
     DELTA,
@@ -69,7 +69,7 @@ def protocol(pool: ProcessPoolExecutor, folder: str, size: Size, output: Path) -
     linear = (*HESSIAN, "squared, retrained", "logistic", "synthetic, logistic")
     tasks = [Task("network", folder, scale, size) for scale in size.network_scales]
     tasks += [Task(name, folder, scale, size) for name in linear for scale in size.data_scales]
-    cells = list(pool.map(run_task, tasks))
+    cells = list(pool.map(partial(finished, run_task), tasks))
     cells = [cell for name in (*linear, "network") for cell in cells if cell.name == name]
     exact = exact_budget()
     paper = gdp_epsilon(math.sqrt(PAPER_BUDGET), DELTA)
@@ -93,17 +93,20 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small part, in about 2 minutes")
     parser.add_argument("--parts", type=int, nargs="+", default=[1, 2], help="1, 2 or both")
     parser.add_argument("--seeds", type=int, help="of part 2; default: 20, or 2 with --quick")
+    parser.add_argument(
+        "--epsilons", type=float, nargs="+", default=[0.5, 1.0, 3.0], help="of part 2"
+    )
+    networks = minibatches.NETWORKS
+    parser.add_argument(
+        "--networks", nargs="+", choices=networks, default=networks, help="of part 2"
+    )
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the pictures")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     options = parser.parse_args()
-    folder = options.data or os.environ.get(DATA_VARIABLE, "")
-    if not has_mnist(folder):
-        raise SystemExit(2)
+    folder = folder_of(options.data)
+    mnist(folder)
     options.output.mkdir(parents=True, exist_ok=True)
-    print("# Dynamic noise\n\n    python examples/papers/dynamic_noise.py --data DIR", end="")
-    print(" --quick" * options.quick, f"--parts {' '.join(map(str, options.parts))}")
-    packages = ("lightning-dp", "torch", "lightning", "opacus", "numpy", "scipy")
-    print(f"\nPython {sys.version.split()[0]}, {', '.join(f'{p} {version(p)}' for p in packages)}")
+    print_heading("Dynamic noise", sys.argv[1:], options.data)
     start = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
@@ -111,8 +114,9 @@ def main() -> None:
             protocol(pool, folder, QUICK if options.quick else FULL, options.output)
             print(f"\n({time.perf_counter() - start:.0f} s)", flush=True)
         if 2 in options.parts:
-            seeds = options.seeds or (2 if options.quick else 20)
-            minibatches.compare(pool, folder, options.output, seeds, quick=options.quick)
+            seeds = options.seeds or (2 if options.quick else NOISES)
+            which = seeds, options.epsilons, options.networks
+            minibatches.compare(pool, folder, options.output, *which, quick=options.quick)
     print(f"\n({time.perf_counter() - start:.0f} s in all; pictures in {options.output})")
 
 

@@ -1,69 +1,16 @@
-"""The data of dynamic_noise.py: MNIST from disk, and the paper's preprocessing of it."""
+"""The data of dynamic_noise.py: two digits of MNIST with the paper's preprocessing, two clusters."""
 
 from __future__ import annotations
 
-import gzip
-import sys
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import torch
+from archives import mnist
 from sklearn.datasets import make_blobs
 from torch import Tensor
 
-DATA_VARIABLE = "LIGHTNING_DP_DATA"
-IDX_FILES = (
-    "train-images-idx3-ubyte",
-    "train-labels-idx1-ubyte",
-    "t10k-images-idx3-ubyte",
-    "t10k-labels-idx1-ubyte",
-)
 RECORDS, COMPONENTS = 1000, 60
-
-
-def has_mnist(folder: str) -> bool:
-    """Whether MNIST is there; says what is missing if not."""
-    if folder and (Path(folder, "mnist.npz").is_file() or all(map(idx_path(folder), IDX_FILES))):
-        return True
-    print(
-        f"MNIST is missing: {f'not found in {folder}' if folder else 'no folder was given'}.\n"
-        f"Give its folder with --data DIR or in the environment variable {DATA_VARIABLE}.\n"
-        "DIR must hold either\n"
-        "  mnist.npz with the arrays X_train, y_train, X_test, y_test, or\n"
-        "  MNIST/raw/ with the files (plain or .gz)\n    " + "\n    ".join(IDX_FILES),
-        file=sys.stderr,
-    )
-    return False
-
-
-def idx_path(folder: str):
-    """A function from the name of an IDX file to its path, None where there is none."""
-
-    def find(name: str) -> Path | None:
-        places = (Path(folder), Path(folder, "raw"), Path(folder, "MNIST", "raw"))
-        paths = [place / f"{name}{end}" for place in places for end in ("", ".gz")]
-        return next((path for path in paths if path.is_file()), None)
-
-    return find
-
-
-@lru_cache(maxsize=1)
-def mnist(folder: str) -> tuple[np.ndarray, ...]:
-    """Training images and labels, test images and labels, as unsigned bytes."""
-    archive = Path(folder, "mnist.npz")
-    if archive.is_file():
-        with np.load(archive, allow_pickle=False) as arrays:
-            lower = {name.lower(): name for name in arrays.files}
-            names = ("x_train", "y_train", "x_test", "y_test")
-            return tuple(arrays[lower[name]] for name in names)
-    found = []
-    for path in map(idx_path(folder), IDX_FILES):
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        shape = np.frombuffer(content, ">i4", count=content[3], offset=4)
-        found.append(np.frombuffer(content, np.uint8, offset=4 + 4 * content[3]).reshape(shape))
-    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -19,44 +19,12 @@ from lightning_dp._validate import positive, whole
 from lightning_dp.schedules import AbstractSchedule, Exponential, condition_number
 
 
-def paper_alpha(
-    *,
-    budget: float,
-    smoothness: float,
-    num_records: int,
-    dimension: int,
-    clip_norm: float,
-    initial_excess: float,
-) -> float:
-    """α = d G² / (2 R M N² (f(θ_1) - f(θ*))), Eq. 2: the noise of one step against the first loss.
-
-    Args:
-        budget: R.
-        smoothness: M, the largest curvature.
-        num_records: N.
-        dimension: d, the number of parameters.
-        clip_norm: G, the bound of one record's gradient.
-        initial_excess: f(θ_1) - f(θ*).
-
-    Raises:
-        ValueError: if an argument is not finite and greater than 0.
-
-    Example:
-        >>> paper_alpha(budget=0.5, smoothness=1.0, num_records=1000, dimension=100, clip_norm=1.0,
-        ...             initial_excess=1.0)
-        0.0001
-    """
-    for name, value in locals().items():
-        positive(name, value, of="paper_alpha")
-    return dimension * clip_norm**2 / (2 * budget * smoothness * num_records**2 * initial_excess)
-
-
 def paper_noise(influence: Sequence[float], budget: float) -> list[float]:
     """σ_t = √((1/R) Σ_i √(q_i/q_t)), Lemma 4.1.
 
     Args:
         influence: q_t of each step, finite and greater than 0.
-        budget: R.
+        budget: R of the run.
 
     Example:
         >>> paper_noise([1.0, 1.0, 1.0, 1.0], budget=1.0)
@@ -86,8 +54,8 @@ def paper_dynamic_gd_noise(kappa: float, steps: int, budget: float) -> list[floa
 
     Args:
         kappa: κ > 1.
-        steps: T.
-        budget: R.
+        steps: T of the run.
+        budget: R of the run.
 
     Example:
         >>> noise = paper_dynamic_gd_noise(kappa=10.0, steps=50, budget=0.3927)
@@ -100,20 +68,6 @@ def paper_dynamic_gd_noise(kappa: float, steps: int, budget: float) -> list[floa
     root = math.sqrt(1 - 1 / kappa)
     first = (root**-steps - 1) / (1 - root) / budget
     return [math.sqrt(first * root**t) for t in range(1, steps + 1)]
-
-
-def paper_uniform_steps(kappa: float, alpha: float) -> int:
-    """T = ⌈κ ln(1 + 1/(κα))⌉, Theorem 4.2 (there up to a constant factor): for constant noise.
-
-    ``DynamicGD.recommended_steps`` and ``DynamicMomentum.recommended_steps`` are for theirs.
-
-    Example:
-        >>> paper_uniform_steps(kappa=10.0, alpha=0.01)
-        24
-    """
-    condition_number("kappa", kappa, of="paper_uniform_steps")
-    positive("alpha", alpha, of="paper_uniform_steps")
-    return math.ceil(kappa * math.log1p(1 / (kappa * alpha)))
 
 
 def paper_subsampled_budget(budget: float, sample_rate: float) -> float:

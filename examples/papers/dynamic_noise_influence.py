@@ -1,4 +1,4 @@
-"""How much the noise of each step hurts the final loss.
+"""The influence of each step's noise on the final loss.
 
 **Estimating the influence on private data is a query to those data that no ε covers.** Nothing here
 adds noise, and nothing here is charged to a ledger: use public or synthetic data of the same kind,

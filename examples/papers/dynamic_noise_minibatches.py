@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -15,8 +15,8 @@ import lightning as L
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import finished
-from dynamic_noise_data import mnist
+from archives import mnist
+from common import TEST, Summary, finished, gains_text, table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -132,11 +132,18 @@ def fit(run: Run) -> tuple[float, float, float]:
 
 
 def compare(
-    pool: ProcessPoolExecutor, folder: str, output: Path, seeds: int, *, quick: bool
+    pool: ProcessPoolExecutor,
+    folder: str,
+    output: Path,
+    seeds: int,
+    epsilons: Sequence[float],
+    networks: Sequence[str],
+    *,
+    quick: bool,
 ) -> None:
     """Tables and pictures of decreasing against constant noise at equal ε."""
     lasts = (1.0, 0.25) if quick else tuple(LASTS)
-    epsilons = (1.0,) if quick else (0.5, 1.0, 3.0)
+    epsilons = (1.0,) if quick else epsilons
     records, epochs = (2000, 3) if quick else (10_000, 4)
     settings = [
         ("logistic regression", 0.1, epochs),
@@ -145,7 +152,7 @@ def compare(
         ("logistic regression", 1.0, 3 * epochs),
         ("small CNN", 0.5, epochs),
     ]
-    settings = settings[1:5:3] if quick else settings
+    settings = settings[1:5:3] if quick else [each for each in settings if each[0] in networks]
     base = Run(folder, "", 0, 0, 0, 0, records, 0)
     runs = [
         replace(base, network=n, learning_rate=r, epochs=e, epsilon=eps, last=last, seed=seed)
@@ -159,39 +166,39 @@ def compare(
     print(
         f"\nMNIST-10, {records} records, expected batch {BATCH_SIZE}, clip 1, "
         f"δ = {TARGET_DELTA:g}, add/remove, {seeds} seeds. Noise falls exponentially from 1 to the "
-        "given part of its first value; differences to constant noise are paired by seed."
+        f"given part of its first value; differences are to constant noise. {TEST}"
     )
     for net, rate, length in settings:
         here = replace(base, network=net, learning_rate=rate, epochs=length)
         print(f"\n### {net}, learning rate {rate:g}, {here.steps} steps\n")
-        print("| ε | noise | ε spent | training loss | difference | test accuracy | difference |")
-        print("|---" * 7 + "|")
-        for eps in epsilons:
-            chosen = {
-                last: np.array(
-                    [
-                        results[replace(here, epsilon=eps, last=last, seed=seed)]
-                        for seed in range(seeds)
-                    ]
-                )
-                for last in lasts
-            }
-            for last, values in chosen.items():
-                print(_row(eps, LASTS[last], values, None if last == 1 else chosen[1.0]))
+        cells = {
+            (eps, last): np.array(
+                [results[replace(here, epsilon=eps, last=last, seed=seed)] for seed in range(seeds)]
+            )
+            for eps in epsilons
+            for last in lasts
+        }
+        print(_table(cells))
     _draw(records, replace(base, epochs=epochs).steps, output / "schedules.png")
 
 
-def _row(epsilon: float, name: str, values: np.ndarray, constant: np.ndarray | None) -> str:
-    loss, accuracy, spent = values.T
-    cells = [f"{epsilon:g}", name, f"{spent.max():.4f}"]
-    for column, (data, digits, unit) in enumerate(((loss, 4, ""), (accuracy, 2, " %"))):
-        cells.append(f"{data.mean():.{digits}f} ± {data.std(ddof=1):.{digits}f}{unit}")
-        difference = None if constant is None else data - constant[:, column]
-        cells.append(
-            "" if difference is None
-            else f"{difference.mean():+.{digits}f} ± {difference.std(ddof=1):.{digits}f}"
-        )  # fmt: skip
-    return "| " + " | ".join(cells) + " |"
+def _table(cells: Mapping[tuple[float, float], np.ndarray]) -> str:
+    """Losses and accuracies by ε and last noise, and their differences to constant noise."""
+    judged = [key for key in cells if key[1] != 1]
+    rows = {
+        (eps, last): [f"{eps:g}", LASTS[last], f"{values[:, 2].max():.4f}"]
+        for (eps, last), values in cells.items()
+    }
+    for column, digits, unit in ((0, 4, ""), (1, 2, " %")):
+        pairs = [(cells[key][:, column], cells[key[0], 1.0][:, column]) for key in judged]
+        gains = dict(zip(judged, gains_text(pairs, digits), strict=True))
+        for key, values in cells.items():
+            rows[key] += [
+                Summary.of(values[:, column]).text(digits, unit),
+                gains.get(key, ""),
+            ]
+    header = ("ε", "noise", "ε spent", "training loss", "difference", "test accuracy", "difference")
+    return table(header, list(rows.values()))
 
 
 def _draw(records: int, steps: int, path: Path) -> None:

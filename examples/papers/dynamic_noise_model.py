@@ -6,38 +6,10 @@ from dataclasses import dataclass
 
 import torch
 from dynamic_noise_data import Records
+from outer_products import NetworkGradients, Outer
 from torch import Tensor
 
-from lightning_dp.gradients.base import AbstractPerSampleGradients
-
 HIDDEN = 100
-
-
-class LayerGradients(AbstractPerSampleGradients):
-    """Per-sample gradients of linear layers, never formed: record i of a layer has the gradient
-    outer(delta_i, input_i), of norm ‖delta_i‖ ‖input_i‖."""
-
-    def __init__(self, layers: list[tuple[Tensor, Tensor]]) -> None:
-        self.layers = layers
-
-    @property
-    def count(self) -> int:
-        return len(self.layers[0][0])
-
-    def norms(self) -> Tensor:
-        parts = [delta.square().sum(1) * inputs.square().sum(1) for delta, inputs in self.layers]
-        return torch.stack(parts).sum(0).sqrt()
-
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        keep = (weights != 0).unsqueeze(1)
-        sums = [
-            torch.where(keep, delta * weights.unsqueeze(1), 0).T @ torch.where(keep, inputs, 0)
-            for delta, inputs in self.layers
-        ]
-        return torch.cat([part.reshape(-1) for part in sums])
-
-    def combine(self, weight, others):
-        raise NotImplementedError("Full-batch descent asks for the gradient at one point only.")
 
 
 @dataclass(frozen=True)
@@ -75,7 +47,7 @@ class Problem:
             return float((output - self.records.y).square().mean() / 2)
         return float(torch.nn.functional.softplus(-self.records.y * output).mean())
 
-    def gradients(self, params: list[Tensor]) -> LayerGradients:
+    def gradients(self, params: list[Tensor]) -> NetworkGradients:
         output, inputs = self._forward(params)
         y = self.records.y
         delta = output - y if self.loss == "squared" else -y * torch.sigmoid(-y * output)
@@ -83,7 +55,7 @@ class Problem:
         if self.loss == "network":
             back = delta.unsqueeze(1) * params[1][:, :-1] * (inputs[1][:, :-1] > 0)
             layers.insert(0, (back, inputs[0]))
-        return LayerGradients(layers)
+        return NetworkGradients([Outer(((left.T, right.T),)) for left, right in layers])
 
 
 def with_one(x: Tensor) -> Tensor:

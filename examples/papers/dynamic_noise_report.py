@@ -59,7 +59,7 @@ def print_table(name: str, cells: list[Cell], budget: str, repeats: int) -> None
 
 
 def print_verdict(cells: list[Cell], budget: str) -> None:
-    """How often the claim held, by how much the influence varies."""
+    """Print how often the claim held, by how much the influence varies."""
     print(f"\n### The claim dynamic <= exponential <= uniform ({budget} budget, 2 SE per cell)\n")
     columns = "claim holds | dyn < uni | dyn > uni | median gain of dyn"
     print(f"| Var(√q)/E q | cells | best T: {columns} | T = 100: {columns} |")

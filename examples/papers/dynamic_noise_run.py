@@ -36,7 +36,7 @@ CHOOSING_SEED = 10_000  # the best T is chosen on other noise than it is judged 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is computed."""
+    """Amount of computation."""
 
     data_scales: tuple[float, ...]
     network_scales: tuple[float, ...]

@@ -1,13 +1,13 @@
 """Does Laplacian smoothing of the noisy gradient make private training better?
 
-    python examples/papers/laplacian_smoothing.py --data DIR [--quick] [--only PART] [--output DIR]
+    python examples/papers/laplacian_smoothing.py --data DIR [--quick] [--only PART] [--settled]
 
 Reproduces the experiments of "DP-LSSGD: A Stochastic Optimization Method to Lift the Utility in
 Privacy-Preserving ERM" (Wang et al. 2019, arXiv:1906.12056, section 4) with this package's own
 pieces, and then goes beyond them:
 
-1. "logistic": multiclass logistic regression on MNIST, ε from 0.1 to 0.3, σ from 0 to 3: the paper's
-   protocol as its authors programmed it, the same with a bound on each record, and with tight
+1. "paper" and "tuned": multiclass logistic regression on MNIST, ε from 0.1 to 0.3, σ from 0 to 3: the
+   paper's protocol as its authors programmed it, the same with a bound on each record; and with tight
    accounting, larger batches and tuned learning rates.
 2. "mnist": the paper's CNN at noise multipliers 2, 5, 8 and 10; SGD, LSSGD, Adam and LSAdam.
 3. "long": noise multiplier 10 for 60 epochs, over σ and learning rates.
@@ -15,21 +15,19 @@ pieces, and then goes beyond them:
 
 DIR holds mnist.npz or torchvision's MNIST/raw, and CIFAR-10 in one of several layouts (part 4 says
 which; it is left out without them); LIGHTNING_DP_DATA does the same. Pictures go to
-./outputs/laplacian_smoothing, and so does the file of finished CNN runs, from which an interrupted
-run goes on. Learning rates are chosen on validation data, which ε does not cover: these are
-experiments on public data. Seeds are fixed so that the tables can be made again, which no private
-run may do.
+./outputs/laplacian_smoothing. A script that was stopped goes on where it was: finished runs lie in
+./outputs/finished_runs (LIGHTNING_DP_RUNS). Learning rates are chosen on validation data, which ε
+does not cover: these are experiments on public data. Seeds are fixed so that the tables can be made
+again, which no private run may do.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 
 import laplacian_smoothing_cnn as cnn
@@ -39,22 +37,22 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from dynamic_noise_data import DATA_VARIABLE, has_mnist
+from archives import DATA_VARIABLE, folder_of, mnist
+from common import NOISES, TEST, Summary, finished, gains_text, print_heading, table
 from laplacian_smoothing_data import CIFAR10_LAYOUTS, has_cifar10
 from laplacian_smoothing_logistic import (
     DELTA,
     DEVIATION,
     Cell,
     Protocol,
-    accuracies,
     paper_noise,
+    right,
     splits,
     tight_noise,
-    train,
 )
 
 OUTPUT = Path("outputs/laplacian_smoothing")
-PARTS = ("logistic", "mnist", "long", "cifar")
+PARTS = ("paper", "tuned", "mnist", "long", "cifar")
 TUNING_SEED = 100  # and the following ones; the reported seeds are 0, 1, ...
 
 EPSILONS = (0.3, 0.25, 0.2, 0.15, 0.1)
@@ -72,13 +70,18 @@ PAPER = {
 AUTHORS_NOISE = {0.3: 0.1162, 0.25: 0.1393, 0.2: 0.1739, 0.15: 0.2316, 0.1: 0.3471}  # on the mean
 PAPER_BATCH, PAPER_EPOCHS, AUTHORS_RATE = 128, 50, 2.0
 TUNED_BATCH, TUNED_STEPS = 2048, 200
+SETTLED = (  # the rates that tuning chose (results/laplacian_smoothing.md): ε across, σ down
+    ((8, 8, 4, 4, 2), (12, 12, 8, 8, 4), (16, 16, 12, 8, 4), (16, 16, 12, 8, 4)),
+    ((8, 8, 4, 4, 2), (16, 12, 12, 8, 4), (16, 16, 12, 8, 8), (16, 16, 16, 12, 8)),
+    ((8, 4, 4, 2, 2), (12, 8, 8, 4, 2), (12, 12, 8, 4, 4), (16, 12, 8, 4, 4)),
+)
 
 Results = Mapping[tuple[float, int], np.ndarray]  # (ε, σ) -> accuracies of all seeds
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of part 1 is computed."""
+    """Amount of computation in part 1."""
 
     epsilons: tuple[float, ...]
     sigmas: tuple[int, ...]
@@ -86,9 +89,10 @@ class Size:
     seeds: int
     tuning_seeds: int
     rates: tuple[float, ...]
+    is_settled: bool = False
 
 
-FULL = Size(EPSILONS, (0, 1, 2, 3), 5, 5, 3, (2, 4, 8, 12, 16))
+FULL = Size(EPSILONS, (0, 1, 2, 3), 5, NOISES, 3, (2, 4, 8, 12, 16))
 QUICK = Size((0.3, 0.1), (0, 1), 1, 2, 1, (4, 8))
 
 
@@ -104,8 +108,7 @@ def by_cell(cells: Iterable[Cell], found: list[np.ndarray]) -> Results:
 
 def paper_protocol(folder: str, size: Size) -> None:
     """The paper's protocol: as programmed, and with a bound on each record."""
-    data = splits(folder, DEVIATION)
-    records = len(data["training"].y)
+    records = len(splits(folder, DEVIATION)["training"].y)
     planned = Protocol(
         records, PAPER_BATCH, PAPER_EPOCHS * -(-records // PAPER_BATCH), "1/t by epoch"
     )
@@ -136,7 +139,7 @@ def paper_protocol(folder: str, size: Size) -> None:
             for e in size.epsilons
         ]
         found = [
-            accuracies(train(data["training"], protocol, cells, seed), data["test"])
+            finished(right, folder, protocol, cells, seed, "test", DEVIATION, False)
             for seed in range(size.seeds)
         ]
         noise = {e: noise_of(e) for e in size.epsilons}
@@ -157,12 +160,12 @@ def tuned_protocol(folder: str, size: Size) -> None:
     records = len(splits(folder)["training"].y)
     linear = Protocol(records, min(TUNED_BATCH, records // 2), TUNED_STEPS, "linear")
     averaged = replace(linear, rate="constant", is_averaged=True)
-    for name, protocol, is_mixed in (
+    kinds = (
         ("rate falling linearly to 0, the last iterate", linear, False),
-        ("constant rate, the mean of the iterates of the second half", averaged, False),
         ("the pixels in a random order, rate falling linearly, the last iterate", linear, True),
-    ):
-        data = splits(folder, is_mixed=is_mixed)
+        ("constant rate, the mean of the iterates of the second half", averaged, False),
+    )
+    for (name, protocol, is_mixed), settled in zip(kinds, SETTLED, strict=True):
         print(
             f"\n### Tight accounting and tuned learning rates: {name}\n\nExpected batch "
             f"{protocol.batch_size}, {protocol.steps} steps, clip {protocol.clip_norm:g}, "
@@ -176,17 +179,17 @@ def tuned_protocol(folder: str, size: Size) -> None:
             for e in size.epsilons
             for rate in size.rates
         ]
-        tried = np.mean(
-            [
-                accuracies(train(data["training"], protocol, grid, seed), data["validation"])
+        if size.is_settled:
+            best = [size.rates.index(rate) for row in settled for rate in row]
+        else:
+            tried = [
+                finished(right, folder, protocol, grid, seed, "validation", 1.0, is_mixed)
                 for seed in range(TUNING_SEED, TUNING_SEED + size.tuning_seeds)
-            ],
-            axis=0,
-        )
-        best = tried.reshape(-1, len(size.rates)).argmax(1)
+            ]
+            best = np.mean(tried, axis=0).reshape(-1, len(size.rates)).argmax(1).tolist()
         cells = [grid[i * len(size.rates) + k] for i, k in enumerate(best)]
         found = [
-            accuracies(train(data["training"], protocol, cells, seed), data["test"])
+            finished(right, folder, protocol, cells, seed, "test", 1.0, is_mixed)
             for seed in range(size.seeds)
         ]
         results = by_cell(cells, found)
@@ -202,35 +205,42 @@ def tuned_protocol(folder: str, size: Size) -> None:
             "\n\nNoise multipliers: " + ", ".join(f"{noise[e]:.3f}" for e in size.epsilons), end=""
         )
         print("; ε spent: " + ", ".join(f"{protocol.spent(noise[e]):.4f}" for e in size.epsilons))
-        print_gains(results, size)
+        sys.stdout.flush()
 
 
 def print_table(results: Results, size: Size, *, show_paper: bool) -> None:
-    """Mean ± standard deviation, ε across and σ down."""
-    print("| ε | " + " | ".join(f"{e:g}" for e in size.epsilons) + " |")
-    print("|---" * (len(size.epsilons) + 1) + "|")
-    for s in size.sigmas:
-        row = [
-            f"{results[e, s].mean():.2f} ± {results[e, s].std(ddof=1):.2f}"
-            + (f" (paper {PAPER[e, s]:.2f})" if show_paper else "")
-            for e in size.epsilons
+    """Mean ± standard deviation and the interval of the mean, ε across and σ down."""
+    rows = [
+        [
+            f"σ = {s}",
+            *(
+                Summary.of(results[e, s]).text(2)
+                + (f", paper {PAPER[e, s]:.2f}" if show_paper else "")
+                for e in size.epsilons
+            ),
         ]
-        print(f"| σ = {s} | " + " | ".join(row) + " |")
+        for s in size.sigmas
+    ]
+    print(table(header(size), rows))
+    print_gains(results, size)
 
 
 def print_gains(results: Results, size: Size) -> None:
     """The difference to σ = 0, paired by seed."""
-    print("\nGain over σ = 0 in percentage points, paired by seed:\n")
-    print("| ε | " + " | ".join(f"{e:g}" for e in size.epsilons) + " |")
-    print("|---" * (len(size.epsilons) + 1) + "|")
-    worse = 0
-    for s in size.sigmas[1:]:
-        gains = [results[e, s] - results[e, 0] for e in size.epsilons]
-        worse += sum(bool(gain.mean() < 0) for gain in gains)
-        row = [f"{gain.mean():+.2f} ± {gain.std(ddof=1):.2f}" for gain in gains]
-        print(f"| σ = {s} | " + " | ".join(row) + " |")
-    cells = (len(size.sigmas) - 1) * len(size.epsilons)
-    print(f"\nSmoothing is not worse than none in {cells - worse} of {cells} cells.", flush=True)
+    print("\nGain over σ = 0 in percentage points:\n")
+    pairs = [(results[e, s], results[e, 0]) for s in size.sigmas[1:] for e in size.epsilons]
+    texts, columns = gains_text(pairs, 2), len(size.epsilons)
+    rows = [
+        [f"σ = {s}", *texts[i * columns : (i + 1) * columns]] for i, s in enumerate(size.sigmas[1:])
+    ]
+    print(table(header(size), rows))
+    worse = sum(bool(some.mean() < others.mean()) for some, others in pairs)
+    print(f"\nSmoothing is not worse than none in {len(pairs) - worse} of {len(pairs)} cells.")
+    sys.stdout.flush()
+
+
+def header(size: Size) -> list[str]:
+    return ["ε", *(f"{e:g}" for e in size.epsilons)]
 
 
 # -- parts 2 to 4: convolutional networks ----------------------------------------------------------
@@ -238,23 +248,18 @@ def print_gains(results: Results, size: Size) -> None:
 
 def print_runs(done: Mapping[cnn.Run, cnn.Outcome]) -> None:
     """Accuracy on the way and at the end, and how much it moved over the last third."""
-    print(
-        "\n| z | ε at the end | method | σ | rate | a third | two thirds | end | mean and std of the "
-        "last third | best | end, mean of the epoch's iterates |"
-    )
-    print("|---" * 11 + "|")
+    rows = []
     for run, outcome in done.items():
         last, third = np.array(outcome.last), max(1, run.epochs // 3)
-        tail = last[-third:]
+        tail, two = last[-third:], last[min(2 * third, len(last)) - 1]
         cells = [f"{run.noise_multiplier:g}", f"{run.spent(run.epochs):.3f}", run.method]
         cells += [f"{run.sigma:g}", f"{run.learning_rate:g}"]
-        cells += [
-            f"{value:.1f}"
-            for value in (last[third - 1], last[min(2 * third, len(last)) - 1], last[-1])
-        ]
+        cells += [f"{value:.1f}" for value in (last[third - 1], two, last[-1])]
         cells += [f"{tail.mean():.1f} ± {tail.std():.1f}", f"{last.max():.1f}"]
-        print("| " + " | ".join([*cells, f"{outcome.average[-1]:.1f}"]) + " |")
-    sys.stdout.flush()
+        rows.append([*cells, f"{outcome.average[-1]:.1f}"])
+    header = ("z", "ε at the end", "method", "σ", "rate", "a third", "two thirds", "end")
+    tail = ("mean and std of the last third", "best", "end, mean of the epoch's iterates")
+    print(f"\n{table((*header, *tail), rows)}", flush=True)
 
 
 def plot_runs(ax: plt.Axes, done: Mapping[cnn.Run, cnn.Outcome], label: str, title: str) -> None:
@@ -291,11 +296,7 @@ def convolutional(part: str, folder: str, output: Path, size: cnn.Size) -> None:
         "runs of a noise multiplier share batches and noise."
     )
     sys.stdout.flush()
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    done = cnn.fit_all(runs, folder, output / f"{part}.jsonl", say)
+    done = {run: finished(cnn.fit, run, folder) for run in runs}
     print_runs(done)
     if part == "mnist":
         figure, grid = plt.subplots(2, 2, figsize=(10, 7))
@@ -323,25 +324,21 @@ def main() -> None:
     parser.add_argument("--data", help=f"folder of the data (or set {DATA_VARIABLE})")
     parser.add_argument("--quick", action="store_true", help="a small part, in about 2 minutes")
     parser.add_argument("--only", choices=PARTS, help="one part only")
+    parser.add_argument("--settled", action="store_true", help="part tuned: do not tune again")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the pictures")
     options = parser.parse_args()
-    folder = options.data or os.environ.get(DATA_VARIABLE, "")
-    if not has_mnist(folder):
-        raise SystemExit(2)
+    folder = folder_of(options.data)
+    mnist(folder)
     torch.set_num_threads(1)
     options.output.mkdir(parents=True, exist_ok=True)
-    command = " --quick" * options.quick + (f" --only {options.only}" if options.only else "")
-    print("# Laplacian smoothing\n")
-    print(f"    python examples/papers/laplacian_smoothing.py --data DIR{command}\n")
-    packages = ("lightning-dp", "torch", "numpy", "scipy")
-    print(f"Python {sys.version.split()[0]}, {', '.join(f'{p} {version(p)}' for p in packages)}")
+    print_heading("Laplacian smoothing", sys.argv[1:], options.data)
     for part in [options.only] if options.only else PARTS:
         start = time.perf_counter()
-        if part == "logistic":
-            size = QUICK if options.quick else FULL
-            print("\n## 1. Multiclass logistic regression on MNIST")
-            paper_protocol(folder, size)
-            tuned_protocol(folder, size)
+        if part in ("paper", "tuned"):
+            print(f"\n## 1. Multiclass logistic regression on MNIST\n\n{TEST}")
+            protocol = paper_protocol if part == "paper" else tuned_protocol
+            size = replace(FULL, is_settled=options.settled)
+            protocol(folder, QUICK if options.quick else size)
         elif part == "cifar" and not has_cifar10(folder):
             print(f"\n## 4. CIFAR-10 is left out: {folder} does not hold {CIFAR10_LAYOUTS}.")
             continue

@@ -1,31 +1,28 @@
 """Parts 2 to 4 of laplacian_smoothing.py: convolutional networks.
 
-A bare loop around the package's sampling, clipping, noise and smoothing, with per-sample gradients
-by hand. It releases what the callback in a Trainer would, and on the CIFAR-10 network it takes about
-a third of the time that Opacus' hooks take there.
+A bare loop around the package's sampling, clipping, noise and smoothing: it releases what the callback
+in a Trainer would.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import torch
-from dynamic_noise_data import mnist
+from archives import mnist
 from laplacian_smoothing_data import cifar10
+from mnist_cnn import MnistCNN
 from torch import Tensor, nn
+from trainee import Trainee
 
 from lightning_dp._noise import NoiseSource, random_generator
 from lightning_dp._world import World
 from lightning_dp.accounting import PoissonGaussian, epsilon
-from lightning_dp.boundary import add_noise, bounded_sum
-from lightning_dp.functional import laplacian_smoothing, per_sample_norms, unflatten
-from lightning_dp.gradients.base import AbstractPerSampleGradients
+from lightning_dp.boundary import Query, Term, add_noise
+from lightning_dp.functional import laplacian_smoothing, unflatten
 from lightning_dp.sampling import Poisson
 
 TARGET_DELTA, BATCH_SIZE = 1e-5, 256
@@ -34,12 +31,7 @@ DECAY_AT, DECAY = 10_000, 0.1  # steps; the paper's, and more than these runs ma
 
 def mnist_network() -> nn.Module:
     """The CNN of TensorFlow Privacy's MNIST tutorial (26,010 parameters)."""
-    return nn.Sequential(
-        nn.ZeroPad2d(3),  # "same" padding: 28 -> 14 with stride 2
-        *(nn.Conv2d(1, 16, 8, stride=2), nn.ReLU(), nn.MaxPool2d(2, stride=1)),
-        *(nn.Conv2d(16, 32, 4, stride=2), nn.ReLU(), nn.MaxPool2d(2, stride=1)),
-        *(nn.Flatten(), nn.Linear(32 * 4 * 4, 32), nn.ReLU(), nn.Linear(32, 10)),
-    )
+    return MnistCNN().net
 
 
 def cifar_network() -> nn.Module:
@@ -89,7 +81,7 @@ class Run:
 
     @property
     def method(self) -> str:
-        """The paper's name: SGD, LSSGD, Adam or LSAdam."""
+        """The paper's name, one of SGD, LSSGD, Adam and LSAdam."""
         return ("LS" if self.sigma else "") + self.optimizer
 
 
@@ -116,77 +108,6 @@ def mnist_tensors(folder: str, records: int, test_records: int) -> tuple[Tensor,
     return tuple(found)
 
 
-# -- clipped sums: per-sample gradients by hand ----------------------------------------------------
-
-
-class LayerGradients(AbstractPerSampleGradients):
-    """Per-sample gradients of convolutions and linear layers with bias, in the model's order.
-
-    With the layer's input a and the gradient b of its output, record i of a linear layer has the
-    gradient b_i ⊗ (a_i, 1), which is never formed. Those of convolutions are.
-    """
-
-    def __init__(self, layers: Sequence[tuple[nn.Module, Tensor, Tensor]]) -> None:
-        self.parts: list[tuple[Tensor | None, Tensor]] = []
-        for layer, a, b in layers:
-            if isinstance(layer, nn.Conv2d):
-                self.parts.append((None, of_convolution(layer, a, b)))
-                self.parts.append((None, b.sum((2, 3))))
-            else:
-                self.parts.append((a, b))
-                self.parts.append((None, b))
-
-    @property
-    def count(self) -> int:
-        return len(self.parts[0][1])
-
-    def norms(self) -> Tensor:
-        squares = [
-            per_sample_norms([b]) ** 2 * (1 if a is None else per_sample_norms([a]) ** 2)
-            for a, b in self.parts
-        ]
-        return torch.stack(squares).sum(0).sqrt()
-
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        keep, sums = (weights != 0).unsqueeze(1), []
-        weights = weights.float().unsqueeze(1)
-        for a, b in self.parts:
-            weighted = torch.where(keep, b * weights, 0)
-            sums.append(weighted.sum(0) if a is None else weighted.T @ torch.where(keep, a, 0))
-        return torch.cat([part.reshape(-1) for part in sums])
-
-    def combine(self, weight, others):
-        raise NotImplementedError("DP-SGD asks for the gradient at one point only.")
-
-
-def of_convolution(layer: nn.Conv2d, a: Tensor, b: Tensor) -> Tensor:
-    """Per-sample weight gradients as rows: those of one convolution with a group for each record."""
-    records = len(a)
-    one = (image.reshape(1, -1, *image.shape[2:]) for image in (b, a))
-    weight = layer.weight.detach().repeat(records, 1, 1, 1)
-    how = (layer.stride, layer.padding, layer.dilation, False, (0, 0), records)
-    only_weight = (False, True, False)
-    result = torch.ops.aten.convolution_backward(*one, weight, None, *how, only_weight)[1]
-    return result.reshape(records, -1)
-
-
-def gradients(net: nn.Module, x: Tensor, y: Tensor) -> LayerGradients:
-    """The per-sample gradients of the cross-entropy."""
-    seen: list[tuple[nn.Module, Tensor, Tensor]] = []
-    layers = [m for m in net.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
-    hooks = [
-        layer.register_forward_hook(lambda layer, given, out: seen.append((layer, given[0], out)))
-        for layer in layers
-    ]
-    loss = nn.functional.cross_entropy(net(x), y, reduction="sum")
-    for hook in hooks:
-        hook.remove()
-    of_outputs = torch.autograd.grad(loss, [out for _, _, out in seen])
-    return LayerGradients(
-        [(layer, a.detach(), b) for (layer, a, _), b in zip(seen, of_outputs, strict=True)]
-    )
-
-
 # -- training --------------------------------------------------------------------------------------
 
 
@@ -196,7 +117,8 @@ def fit(run: Run, folder: str) -> Outcome:
     x, y, x_test, y_test = load(folder, run.records, run.test_records)
     torch.manual_seed(run.seed)
     net = mnist_network() if run.data == "mnist" else cifar_network()
-    params = list(net.parameters())
+    trainee, query = Trainee(net, x, y), Query((Term(),), run.clip_norm, run.noise_multiplier)
+    params = trainee.params
     kind = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam}[run.optimizer]
     optimizer = kind(params, lr=run.learning_rate)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [DECAY_AT], DECAY)
@@ -205,8 +127,8 @@ def fit(run: Run, folder: str) -> Outcome:
     for _ in range(run.epochs):
         total: Tensor | float = 0.0
         for _ in range(run.steps_per_epoch):
-            chosen = torch.from_numpy(Poisson().draw(run.records, run.sample_rate, rng))
-            bounded = bounded_sum(gradients(net, x[chosen], y[chosen]), run.clip_norm)
+            chosen = Poisson().draw(run.records, run.sample_rate, rng)
+            bounded = trainee.bounded_sum(query, chosen)
             release = add_noise(bounded, run.noise_multiplier, noise, World())
             estimate = laplacian_smoothing(release.mean(BATCH_SIZE).value, run.sigma)
             for param, grad in zip(params, unflatten(estimate, params), strict=True):
@@ -227,24 +149,6 @@ def accuracy(net: nn.Module, x: Tensor, y: Tensor) -> float:
     """Percent that is classified correctly."""
     parts = zip(x.split(500), y.split(500), strict=True)
     return 100 * sum(float((net(a).argmax(1) == b).sum()) for a, b in parts) / len(y)
-
-
-def fit_all(
-    runs: Sequence[Run], folder: str, file: Path, say: Callable[[str], None] = lambda text: None
-) -> dict[Run, Outcome]:
-    """Fit one after the other; what ``file`` holds already is not fitted again."""
-    done = {}
-    if file.is_file():
-        for line in file.read_text().splitlines():
-            run, outcome = json.loads(line)
-            done[Run(**run)] = Outcome(**outcome)
-    for run in runs:
-        if run not in done:
-            done[run] = fit(run, folder)
-            with file.open("a") as lines:
-                lines.write(json.dumps([asdict(run), asdict(done[run])]) + "\n")
-            say(f"{run}: {done[run].last[-1]:.2f} % in {done[run].seconds:.0f} s")
-    return {run: done[run] for run in runs}
 
 
 # -- what is run -----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ CIFAR10_LAYOUTS = (
 
 
 def has_cifar10(folder: str) -> bool:
-    """Whether CIFAR-10 is there in one of the layouts."""
+    """Return whether CIFAR-10 is there in one of the layouts."""
     archives = ("cifar10.npz", "cifar10_jpeg.npz", "cifar-10-batches-py/test_batch")
     return any(Path(folder, name).is_file() for name in archives)
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from dynamic_noise_data import mnist
+from archives import mnist
 from torch import Tensor
 
 from lightning_dp._noise import NoiseSource, random_generator
@@ -198,6 +198,20 @@ def smoothed(estimates: Tensor, cells: Sequence[Cell]) -> Tensor:
         rows = [i for i, cell in enumerate(cells) if cell.sigma == sigma]
         estimates[rows] = laplacian_smoothing(estimates[rows], sigma)
     return estimates
+
+
+def right(
+    folder: str,
+    protocol: Protocol,
+    cells: Sequence[Cell],
+    seed: int,
+    part: str,
+    divisor: float,
+    is_mixed: bool,
+) -> np.ndarray:
+    """Percent of a part's records that each cell classifies correctly after training."""
+    data = splits(folder, divisor, is_mixed=is_mixed)
+    return accuracies(train(data["training"], protocol, cells, seed), data[part])
 
 
 def accuracies(params: Tensor, records: Split) -> np.ndarray:

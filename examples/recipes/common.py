@@ -38,7 +38,7 @@ SGD = partial(torch.optim.SGD, momentum=0.9)
 
 @dataclass(frozen=True)
 class Way:
-    """How a model is trained; without a clip norm, without privacy."""
+    """A way to train a model; without a clip norm, without privacy."""
 
     epochs: int
     batch_size: int
@@ -49,7 +49,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Options:
-    """What every recipe can be told, and when it began."""
+    """The options of every recipe, and when it began."""
 
     name: str
     data: str

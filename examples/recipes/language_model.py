@@ -239,7 +239,7 @@ def run(
     seed: int,
     epochs: int | None = None,
 ) -> Outcome:
-    """Train once, in a process of its own, so that its memory can be measured."""
+    """Train once, in a separate process, so that its memory can be measured."""
     prepare()
     L.seed_everything(seed, verbose=False)  # not of noise and batches
     weights, train, test = torch.load(data, weights_only=False)

@@ -68,11 +68,11 @@ class Row:
 
 
 def shown(metric: str, values: list[float]) -> str:
-    """The mean over the seeds, and their range."""
+    """The mean over the seeds, their range and number."""
     scale, digits, unit = (100, 1, " %") if metric == "accuracy" else (1, 3, "")
     low, high, mean = (scale * of(values) for of in (min, max, statistics.mean))
-    spread = f" ({low:.{digits}f} to {high:.{digits}f})" if len(values) > 1 else ""
-    return f"{mean:.{digits}f}{unit}{spread}"
+    spread = f" ({low:.{digits}f} to {high:.{digits}f}, {len(values)} runs)"
+    return f"{mean:.{digits}f}{unit}{spread if len(values) > 1 else ''}"
 
 
 def table(rows: list[Row]) -> str:

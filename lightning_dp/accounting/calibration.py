@@ -21,7 +21,7 @@ from lightning_dp.accounting.base import (
 from lightning_dp.accounting.events import AbstractEvent, History, sampled_gaussian
 from lightning_dp.accounting.external import Declared
 from lightning_dp.accounting.gdp import mu_of_budget
-from lightning_dp.accounting.pld import chosen
+from lightning_dp.accounting.pld import accountant_or_default
 from lightning_dp.accounting.steps import (
     CheckedHistory,
     EventPlan,
@@ -108,7 +108,7 @@ def calibrate_steps(
     """
     epsilon, delta = _check_budget(epsilon, delta, relation)
     _check_that_delta_is_small(delta, shapes)
-    judge = chosen(accountant)
+    judge = accountant_or_default(accountant)
     before = _checked(spent, judge, epsilon, delta, relation)
 
     def cost(scale: float) -> float:
@@ -253,7 +253,7 @@ def affordable_steps(
     limit = whole("limit", limit, 0)
     epsilon, delta = _check_budget(epsilon, delta, relation)
     check_plan(plan)
-    judge, before = chosen(accountant), CheckedHistory.of(spent, "spent")
+    judge, before = accountant_or_default(accountant), CheckedHistory.of(spent, "spent")
     known = np.zeros((2, 0))  # (z, q) of the steps that were asked for
 
     def cost(n: int) -> float:

@@ -84,8 +84,8 @@ class AbstractEvent(ABC):
 
     @property
     def num_steps(self) -> int:
-        """Noised steps that this one charge covers."""
-        return int(self.is_step)
+        """Noised steps that this one charge covers, those of its field ``steps`` if it has one."""
+        return getattr(self, "steps", 1) if self.is_step else 0
 
     def unbounded(self, relation: Relation) -> str | None:
         """Return why there is no bound under a relation; None where there is one."""
@@ -227,7 +227,7 @@ def noise_together(noise_multipliers: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True)
-class CyclicRound(AbstractEvent):
+class CyclicRound(PoissonGaussian):
     """Several steps in a row with correlated noise, of which a record takes part in one at most.
 
     Records are divided into parts that take turns (:class:`~lightning_dp.CyclicPoisson`), and
@@ -247,21 +247,11 @@ class CyclicRound(AbstractEvent):
         ((1.0, 0.08), 8)
     """
 
-    noise_multiplier: float
-    sample_rate: float
     steps: int = 1
-
-    @property
-    def pair(self) -> tuple[float, float]:
-        return self.noise_multiplier, self.sample_rate
-
-    @property
-    def num_steps(self) -> int:
-        return self.steps
 
 
 @dataclass(frozen=True)
-class FixedOrderPass(AbstractEvent):
+class FixedOrderPass(Gaussian):
     """A pass over the records in an order that stays, of which each record takes part in one step.
 
     Nothing is amplified: it is known which step uses whom. A pass of independent noise is one Gaussian
@@ -283,26 +273,17 @@ class FixedOrderPass(AbstractEvent):
         1.0
     """
 
-    noise_multiplier: float
     steps: int = 1
-
-    @property
-    def pair(self) -> tuple[float, float]:
-        return self.noise_multiplier, 1.0
-
-    @property
-    def num_steps(self) -> int:
-        return self.steps
 
     def unbounded(self, relation: Relation) -> str | None:
         """Return why "add_remove" has no bound."""
         if relation != "add_remove":
             return None
         return (
-            f"{self} is about records in a fixed order, where one record more or less moves others to "
-            "other steps: relation='add_remove' has no bound there. Ask for relation='zero_out' (one "
-            "record has no effect, and keeps its place; same ε as add_remove has elsewhere), or "
-            "'replace_one'."
+            "FixedOrderPass is about records in a fixed order, where one record more or less moves "
+            "others to other steps: relation='add_remove' has no bound there. Ask for "
+            "relation='zero_out' (one record has no effect, and keeps its place; same ε as add_remove "
+            "has elsewhere), or 'replace_one'."
         )
 
 
@@ -366,13 +347,14 @@ class TruncatedGaussian(AbstractEvent):
         if relation != "zero_out":
             return None
         return (
-            f"{self}: a record without effect still takes the place of another where the limit is "
-            "reached, for which relation='zero_out' has no bound. Ask for 'add_remove' or 'replace_one'."
+            "TruncatedGaussian: a record without effect still takes the place of another where the "
+            "limit is reached, for which relation='zero_out' has no bound. Ask for 'add_remove' or "
+            "'replace_one'."
         )
 
 
 @dataclass(frozen=True)
-class RandomAllocationEpoch(AbstractEvent):
+class RandomAllocationEpoch(Gaussian):
     """An epoch of t steps, each record in one of them, drawn uniformly by itself, and in secret.
 
     With z C of noise on each step's sum, what the epoch tells of a record is at most the pair
@@ -399,30 +381,21 @@ class RandomAllocationEpoch(AbstractEvent):
         (1.7, 1.83)
     """
 
-    noise_multiplier: float
     batches: int
     steps: int = 1
-
-    @property
-    def pair(self) -> tuple[float, float]:
-        return self.noise_multiplier, 1.0
 
     @property
     def is_pair(self) -> bool:
         """False, but where noise is too small to matter."""
         return self.noise_multiplier < _LITTLE_NOISE
 
-    @property
-    def num_steps(self) -> int:
-        return self.steps
-
     def unbounded(self, relation: Relation) -> str | None:
         """Return why "replace_one" has no bound."""
         if relation != "replace_one":
             return None
         return (
-            f"{self}: of two records that take each other's place in an allocated epoch no bound is "
-            "known here that uses the secret. Ask for relation='add_remove' or 'zero_out'."
+            "RandomAllocationEpoch: of two records that take each other's place in an allocated epoch no "
+            "bound is known here that uses the secret. Ask for relation='add_remove' or 'zero_out'."
         )
 
 

@@ -36,10 +36,8 @@ from lightning_dp.accounting.events import (
 
 _FORMAT = "lightning-dp-journal-2"
 _FORMATS = ("lightning-dp-journal-1", _FORMAT)  # the first one has charges only
-_WEIGHTS = "weights"
-_DATA = "data"
-_BUDGET = "budget"
-_PLAN, _SAVED, _END = "plan", "saved", "end"
+WEIGHTS, DATA, BUDGET = "weights", "data", "budget"  # kinds of notes
+PLAN, SAVED, END = "plan", "saved", "end"
 _LINES_AT_ONCE = 4096
 _ID = re.compile(r"[0-9a-f]{16}")
 _CURE = (
@@ -340,25 +338,25 @@ class JournalContent:
 
     def _add_note(self, kind: object, content: object, position: int) -> None:
         """Add what is no charge; kinds of a later version may change what is spent."""
-        if kind not in (_WEIGHTS, _DATA, _BUDGET, _PLAN, _SAVED, _END):
+        if kind not in (WEIGHTS, DATA, BUDGET, PLAN, SAVED, END):
             kinds = f"is of the kind {kind!r}, which this version cannot read"
             raise self._damaged(f"line {position} {kinds}")
         items: list[Any] = content if isinstance(content, list) else [None]
         types = [type(each) for each in items]
-        if kind == _DATA and types in ([int, str], [int, type(None)]):
+        if kind == DATA and types in ([int, str], [int, type(None)]):
             self.data.add((items[0], items[1]))
-        elif kind == _BUDGET and types == [float, float, str]:
+        elif kind == BUDGET and types == [float, float, str]:
             try:
                 self._add_budget(*items)
             except ValueError as error:
                 raise self._damaged(f"line {position}: {text_of(error)}") from None
-        elif kind == _WEIGHTS and set(types) <= {str}:
+        elif kind == WEIGHTS and set(types) <= {str}:
             self.weights.update(items)
-        elif kind == _PLAN and types == [str, float, int, bool]:
+        elif kind == PLAN and types == [str, float, int, bool]:
             self.plans[items[0]] = PlannedRun(*items[1:])
-        elif kind == _SAVED and types == [str, int] and items[0] in self.plans:
+        elif kind == SAVED and types == [str, int] and items[0] in self.plans:
             self.plans[items[0]].saved = items[1]
-        elif kind == _END and types == [str] and items[0] in self.plans:
+        elif kind == END and types == [str] and items[0] in self.plans:
             self.plans[items[0]].is_ended = True
         else:
             raise self._damaged(f"line {position} has no {kind}")
@@ -544,37 +542,22 @@ class Journal:
                 self._append(lines, wait=False)
         self._append([])
 
-    def note_weights(self, fingerprints: Sequence[str]) -> None:
-        """Write that weights with these fingerprints were released, if it is not known."""
-        if new := [each for each in fingerprints if each not in self.weights]:
-            self._note(_WEIGHTS, new)
-            self.weights.update(new)
+    def note(self, kind: str, *content: Any) -> None:
+        """Write what is no charge, as :meth:`JournalContent.add` reads it; nothing if it is known.
 
-    def note_data(self, records: int, name: str | None) -> None:
-        """Write the number of records of a data set and the user's name for it, if they are new."""
-        if (records, name) not in self.data:
-            self._note(_DATA, [records, name])
-            self.data.add((records, name))
-
-    def note_budget(self, epsilon: float, delta: float, relation: str) -> None:
-        """Note that the noise of a run is chosen at run time, within this budget of the ledger."""
-        self._note(_BUDGET, [epsilon, delta, relation])
-
-    def note_plan(self, run: str, plan: PlannedRun) -> None:
-        """Write that a run begins, whose noise was calibrated."""
-        self._note(_PLAN, [run, plan.target_epsilon, plan.last_step, plan.is_replanned])
-
-    def note_saved(self, run: str, steps: int) -> None:
-        """Write that a checkpoint has so many charged steps of a planned run."""
-        self._note(_SAVED, [run, steps])
-
-    def note_end(self, run: str) -> None:
-        """Write that a planned run ended in order."""
-        self._note(_END, [run])
-
-    def _note(self, kind: str, content: list[Any]) -> None:
+        Raises:
+            JournalError: as by :meth:`append`.
+        """
+        if kind == WEIGHTS:
+            content = tuple(each for each in content if each not in self.weights)
+        if (kind == WEIGHTS and not content) or (kind == DATA and content in self.data):
+            return
         self._check_untouched()
         self._append([checked_line([None, kind, content])])
+        if kind == WEIGHTS:
+            self.weights.update(content)
+        elif kind == DATA:
+            self.data.add(cast("tuple[int, str | None]", content))
 
     def _line(self, run: str, number: int, event: AbstractEvent) -> bytes:
         content = None if self._last.get(run) == event else event.to_dict()

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import reprlib
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -30,6 +28,10 @@ from lightning_dp.accounting.events import (
     sampled_gaussian,
 )
 from lightning_dp.accounting.journal import (
+    END,
+    PLAN,
+    SAVED,
+    WEIGHTS,
     Charges,
     Journal,
     JournalContent,
@@ -38,14 +40,11 @@ from lightning_dp.accounting.journal import (
     is_ledger_id,
     new_id,
     read_journal,
-    read_text,
     read_written,
 )
 
 _FIELDS = {"id", "journal", "runs"}  # of a state; none of them has a default
-_READ = 4_000_000  # bytes that are read record by record: a fifth of a second
-_LOOKED_AT = 400_000_000  # bytes in which weights are looked for
-_WEIGHTS = re.compile(rb'\n\[null,"weights",\[([^\]]*)\]')
+_READ = 8_000_000  # bytes of other journals that are read: less than half a second
 _MOST = 10_000_000  # lines
 
 
@@ -164,51 +163,46 @@ class Ledger:
         if self.voided is not None:
             raise VoidedRunError(self.voided)
 
+    def note(self, kind: str, *content: Any) -> bool:
+        """Write a note into the journal, and return whether it was; a fault is told by the next charge.
+
+        Args:
+            kind: ``journal.DATA`` (number of records, name or None), or
+                ``BUDGET`` (ε, δ, relation; noise is chosen at run time); others have their method.
+            content: plain values.
+        """
+        if self._journal is None:
+            return False
+        try:
+            self._journal.note(kind, *content)
+        except JournalError:
+            return False
+        return True
+
     def note_weights(self, fingerprints: Sequence[str]) -> None:
-        """Remember that weights were released; where the journal has a fault, its next charge says so."""
+        """Remember that weights were released."""
         self.weights.update(fingerprints)
-        if self._journal is not None:
-            with contextlib.suppress(JournalError):
-                self._journal.note_weights(fingerprints)
-
-    def note_data(self, records: int, name: str | None) -> None:
-        """Describe the data set of the run; where the journal has a fault, its next charge says so."""
-        if self._journal is not None:
-            with contextlib.suppress(JournalError):
-                self._journal.note_data(records, name)
-
-    def note_budget(self, epsilon: float, delta: float, relation: str) -> None:
-        """Note that the run's noise is chosen at run time, for who adds the journal to others."""
-        if self._journal is not None:
-            with contextlib.suppress(JournalError):
-                self._journal.note_budget(epsilon, delta, relation)
+        self.note(WEIGHTS, *fingerprints)
 
     def note_plan(self, target_epsilon: float, last_step: int, *, is_replanned: bool) -> None:
         """Note that the current run's noise was calibrated, for the run that resumes it after a crash."""
         self.is_replanned |= is_replanned
-        if self._journal is not None:
-            with contextlib.suppress(JournalError):
-                plan = PlannedRun(target_epsilon, last_step, is_replanned)
-                self._journal.note_plan(self._run, plan)
-                self._is_planned = True
+        self._is_planned |= self.note(PLAN, self._run, target_epsilon, last_step, is_replanned)
 
     def note_saved(self, ahead: int = 0) -> None:
         """Note that a checkpoint has the steps that are charged, but so many that are not made yet."""
-        if self._journal is not None and self._is_planned:
-            with contextlib.suppress(JournalError):
-                self._journal.note_saved(self._run, self._charges.steps_of(self._run) - ahead)
+        if self._is_planned:
+            self.note(SAVED, self._run, self._charges.steps_of(self._run) - ahead)
 
     def end(self) -> None:
         """End the run in order: close the journal and give up its lock."""
-        journal, self._journal = self._journal, None
-        if journal is not None:
-            try:
-                if self._is_planned:
-                    with contextlib.suppress(JournalError):
-                        journal.note_end(self._run)
-            finally:
+        try:
+            if self._is_planned:
+                self.note(END, self._run)
+        finally:
+            journal, self._journal, self._run, self._is_planned = self._journal, None, "", False
+            if journal is not None:
                 journal.close()
-        self._run, self._is_planned = "", False
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: the charges; the current run and its journal stay here."""
@@ -449,13 +443,11 @@ class Neighbours:
 
     Args:
         written: those that were read.
-        trained: those of them that know one of the weights.
         unread: the number of those that were too long to read now.
         damaged: files that cannot be read.
     """
 
     written: list[JournalContent] = field(default_factory=list)
-    trained: list[JournalContent] = field(default_factory=list)
     unread: int = 0
     damaged: list[Path] = field(default_factory=list)
 
@@ -465,37 +457,21 @@ class Neighbours:
         return len(self.written) + self.unread + len(self.damaged)
 
 
-def neighbours(folder: Path, own_id: str, weights: AbstractSet[str]) -> Neighbours:
-    """Read the other journals in a folder.
-
-    Args:
-        folder: where to look.
-        own_id: of the ledger whose journal does not count.
-        weights: fingerprints; a journal that knows one is read whatever its length is.
-    """
-    found = Neighbours()
-    read = looked_at = 0
+def neighbours(folder: Path, own_id: str) -> Neighbours:
+    """Read the other journals in a folder, except the one of this ledger."""
+    found, read = Neighbours(), 0
     for _, path, size in sorted(_journals(folder), reverse=True):  # newest first
-        looked_at += size
-        if looked_at > _LOOKED_AT:
+        if read + size > _READ:
             found.unread += 1
             continue
         try:
-            content = path.read_bytes()
-            knows = not weights.isdisjoint(_weights_in(content))
-            if not knows and read + size > _READ:
-                found.unread += 1
-                continue
-            written = read_text(path, content)
-        except (OSError, JournalError):
+            written = read_written(path)
+        except JournalError:
             found.damaged.append(path)
             continue
-        if written.ledger_id == own_id or not written.runs:
-            continue  # a fit that was refused leaves a journal without charges
-        read += size
-        found.written.append(written)
-        if knows:
-            found.trained.append(written)
+        if written.ledger_id != own_id and written.runs:  # a fit that was refused leaves no charges
+            read += size
+            found.written.append(written)
     return found
 
 
@@ -528,11 +504,6 @@ def _journals(folder: Path) -> Iterator[tuple[float, Path, int]]:
                 yield stat.st_mtime, path, stat.st_size
 
 
-def _weights_in(content: bytes) -> Iterator[str]:
-    for match in _WEIGHTS.finditer(content):
-        yield from match[1].decode("ascii", "replace").replace('"', "").split(",")
-
-
 def recover_journal(
     checkpoint_path: str | Path,
     directory: str | Path,
@@ -544,8 +515,8 @@ def recover_journal(
     A journal may know of steps that the checkpoint does not (those made after it was saved, also by
     other runs that were resumed from it or from an earlier one), and what is lost can only be
     bounded, not found out. So this asks for an upper bound and charges it: each of these
-    steps as the costliest one that the run's plan may have come to by then. Then resume from the
-    checkpoint with ``ledger_dir=directory``.
+    steps as the costliest one of the run's plan. Then resume from the checkpoint with
+    ``ledger_dir=directory``.
 
     Args:
         checkpoint_path: a checkpoint of a private run.
@@ -640,7 +611,7 @@ def _costliest(
             topic="journal-missing",
         )
     steps = sum(count for _, count in known) + lost
-    stride, until = bounds["stride"], bounds["until"]
+    until = bounds["until"]
     if until is not None and steps > until:
         raise RefusedSetting(
             f"unrecorded_steps={lost} after {steps - lost} is more than the {until} steps whose cost "
@@ -648,10 +619,7 @@ def _costliest(
             "as much as each of them.",
             topic="journal-missing",
         )
-    # Each position that a run went over was charged, or is a silent one before one that was.
-    latest = None if stride is None else stride * steps
-    within = [event for first, event in bounds["events"] if latest is None or first < latest]
-    event = event_from_dict(within[-1])
+    event = event_from_dict(bounds["events"][-1][1])  # 0.2 wrote others, of earlier steps
     # It also covers steps like those already made, of other plans.
     others = [each for each, _ in known if each.is_gaussian]
     pairs = [event.pair, *(each.pair for each in others)]

@@ -19,7 +19,7 @@ from lightning_dp.accounting.base import (
 )
 from lightning_dp.accounting.events import AbstractEvent, History, check_history, sampled_gaussian
 from lightning_dp.accounting.external import Declared
-from lightning_dp.accounting.gdp import HUGE, LittleNoise, gdp_delta, gdp_epsilon, mu_of
+from lightning_dp.accounting.gdp import HUGE, gdp_delta, gdp_epsilon, mu_of
 from lightning_dp.accounting.rdp import RenyiCurve
 from lightning_dp.accounting.steps import (
     CheckedHistory,
@@ -106,8 +106,8 @@ class PLDAccountant(AbstractAccountant):
             bound = gdp_epsilon(mu_of(steps, relation), delta)
             if bound == 0.0 or math.isinf(bound) or not _needs_amplification(steps, relation):
                 return bound
-            if bound > HUGE or LittleNoise.of(steps, relation).count:
-                bound = min(bound, _quick_epsilon(steps, delta, relation))
+            if bound > HUGE:
+                bound = min(bound, RenyiCurve(steps, relation).epsilon(delta))
             if bound > HUGE or bound == 0.0:
                 return bound
         else:
@@ -140,8 +140,7 @@ class PLDAccountant(AbstractAccountant):
         if steps.has_noiseless or not _needs_amplification(steps, relation):
             return without
         if self._needs_no_grid(steps, declared, _ANY_DELTA, relation):
-            quick = RenyiCurve(steps, relation).delta(epsilon)
-            return min(without, quick, LittleNoise.of(steps, relation).delta(epsilon))
+            return min(without, RenyiCurve(steps, relation).delta(epsilon))
         return min(without, search.worst_direction(steps))
 
     def curve(
@@ -184,21 +183,13 @@ class PLDAccountant(AbstractAccountant):
             return not RenyiCurve(steps, relation, declared).epsilon(delta) <= HUGE
         if gdp_epsilon(mu_of(steps, relation), delta) <= HUGE:
             return False  # as nearly always, and quickly seen
-        return not 0.0 < _quick_epsilon(steps, delta, relation) <= HUGE
+        return not 0.0 < RenyiCurve(steps, relation).epsilon(delta) <= HUGE
 
 
 def _needs_amplification(steps: Steps, relation: Relation) -> bool:
     """True if the formula for full batches is neither exact nor as good as 0."""
     is_full = bool(np.all(steps.sample_rates == 1.0))
     return not is_full and mu_of(steps, relation) >= _NEXT_TO_NOTHING
-
-
-def _quick_epsilon(steps: Steps, delta: float, relation: Relation) -> float:
-    """Return a bound of epsilon that needs no grid, for large losses."""
-    few = LittleNoise.of(steps, relation)
-    if few.count:  # Rényi's integrals would be long
-        return few.epsilon(delta)
-    return RenyiCurve(steps, relation).epsilon(delta)
 
 
 Events = AbstractEvent | Sequence[AbstractEvent | tuple[AbstractEvent, int]]
@@ -281,7 +272,7 @@ def epsilon_curve(
     check_delta(delta)
     check_relation(relation)
     lengths = _check_lengths(at_steps)
-    judge, spent = chosen(accountant), check_history(spent, "spent")
+    judge, spent = accountant_or_default(accountant), check_history(spent, "spent")
     check_plan(plan)
     distinct, places = np.unique(lengths, return_inverse=True)
     values = judge.curve(plan, distinct, delta, relation, spent)
@@ -310,7 +301,7 @@ def _history(events: Events) -> History:
     return check_history(pairs, "events")
 
 
-def chosen(accountant: AbstractAccountant | None) -> AbstractAccountant:
+def accountant_or_default(accountant: AbstractAccountant | None) -> AbstractAccountant:
     """Return the accountant that was given, or the one that there is by default.
 
     Raises:
@@ -482,11 +473,13 @@ def trade_off(
     """
     check_delta(delta)
     check_relation(relation)
-    judge = chosen(accountant)
-    return up_to((judge.epsilon(history, delta, relation), delta), history, relation, judge)
+    judge = accountant_or_default(accountant)
+    return trade_off_up_to(
+        (judge.epsilon(history, delta, relation), delta), history, relation, judge
+    )
 
 
-def up_to(
+def trade_off_up_to(
     pair: tuple[float, float], history: History, relation: Relation, judge: AbstractAccountant
 ) -> TradeOff:
     """Return the bounds by a pair (ε, δ) that is known to hold, and by the profile below it."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
@@ -146,11 +146,11 @@ class CanaryEngine(AbstractGradientEngine):
     def __init__(self, engine: AbstractGradientEngine, canaries: Canaries) -> None:
         self._engine, self._canaries = engine, canaries
 
-    def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-        self._engine.attach(module, params)
-
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
         self._engine.backward(loss, keep_graph=keep_graph, combined=combined)
+
+    def watching(self) -> AbstractContextManager[None]:
+        return self._engine.watching()
 
     def repeating(self) -> AbstractContextManager[None]:
         return self._engine.repeating()
@@ -163,15 +163,6 @@ class CanaryEngine(AbstractGradientEngine):
 
     def drop(self) -> None:
         self._engine.drop()
-
-    def rest(self) -> None:
-        self._engine.rest()
-
-    def wake(self) -> None:
-        self._engine.wake()
-
-    def detach(self) -> None:
-        self._engine.detach()
 
 
 class CanaryEstimator(AbstractEstimator):

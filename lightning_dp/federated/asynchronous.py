@@ -32,7 +32,7 @@ from lightning_dp._validate import (
 )
 from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.base import Relation
-from lightning_dp.accounting.events import AbstractEvent, counted
+from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.boundary import Query, State, Term
 from lightning_dp.federated.client import Client, PlannedRelease, check_point, draw, noised_sum
 from lightning_dp.federated.ledger import ReleaseLedger, check_budget
@@ -131,12 +131,7 @@ def rounds_for(sizes: SampleSizes, gradients: float) -> int:
 
 @dataclass(frozen=True)
 class InverseSteps:
-    """η_t = η0 / (1 + β t) with η0 > 0 and β >= 0, for strongly convex problems; 0 is constant.
-
-    Example:
-        >>> InverseSteps(0.1, beta=0.001)(1000)
-        0.05
-    """
+    """η_t = η0 / (1 + β t) with η0 > 0 and β >= 0, for strongly convex problems; 0 is constant."""
 
     eta0: float
     beta: float = 0.0
@@ -255,7 +250,6 @@ class AsyncPlan(RoundPlan):
         return shared_mask(self.mask_seed, i, size, self.keep)
 
     def update_size(self, size: int) -> int:
-        """Return the length of an update, of ``size`` parameters."""
         keep = size if self.keep is None else self.keep
         if not keep <= size:
             raise ValueError(f"keep={keep} of {size} coordinates.")
@@ -271,14 +265,12 @@ class AsyncPlan(RoundPlan):
         return point.index_add(0, coordinates, scaled, alpha=-eta)
 
     def bound(self, i: int, point: Tensor) -> float:
-        """Return the largest norm of an honest U of round i."""
         if self.max_grad_norm is None or self.noise_multiplier is None:
             return math.inf
         batch, size = self.share * self.sizes(i), self.update_size(len(point))
         return norm_bound(self.max_grad_norm, self.noise_multiplier, batch, size)
 
     def cost(self, i: int, num_records: int) -> list[AbstractEvent] | None:
-        """Return the event of round i at z and p_c of the plan."""
         if self.noise_multiplier is None:
             return None
         rate = min(1.0, self.share * self.sizes(i) / num_records)
@@ -374,9 +366,8 @@ class AsyncClient(RoundClient):
     r"""In round i, at the model v̂ that it is sent: U = Σ clip_C(g(v̂)) + N(0, (z_i C)² I).
 
     The sum is over a Poisson batch, which has each record with probability q_i = share · s_i / N.
-    All gradients of a round are taken at one model, so U moves by at most C with one record. (In the
-    paper's listing the model moves after each single gradient inside a round: one record would
-    change all later gradients, and C would bound nothing.)
+    All gradients of a round are taken at one model. (In the paper's listing the model moves after each
+    single gradient: one record would change all later ones, and C would bound nothing.)
 
     van Dijk et al. (2020), Algorithm 2.1, with Poisson batches and one model per round.
 
@@ -431,7 +422,6 @@ class AsyncClient(RoundClient):
     def update(
         self, i: int, point: Tensor, rng: np.random.Generator, source: NoiseSource
     ) -> Tensor:
-        """Return U of round i at v̂."""
         coordinates = self.plan.coordinates(i, len(point))
         C, z = self.privacy.max_grad_norm, self.privacy.noise(i)
         query = Query((Term(1.0, point),), C, z, coordinates)
@@ -448,12 +438,8 @@ class AsyncServer(AbstractServer):
 
     With an :class:`AsyncPlan` that is v̂ - η̄_i U; with a
     :class:`~lightning_dp.federated.cubic_newton.CubicNewtonPlan`, whose d is 1, synchronous DP-FCRN.
-
-    - Round k is over when all clients' updates of round k are in v̂, or its ``quorum`` has them and
-      the others are left out: their updates of round k are zero. Client c may do round i < k + d.
-    - A request brings the model as it was when round k - 1 ended; to a client that is further
-      ahead, as it is now. So it has all of this client's updates.
-    - A client without budget leaves. An update longer than ``plan.bound`` is refused.
+    While round k is not over, a client may do round i < k + d. It gets the model as it was when round
+    k - 1 ended; where it is ahead, as it is now, with all of its updates.
 
     van Dijk et al. (2020), Algorithm 2.1 and the server in Supplemental Material A.
 
@@ -527,9 +513,8 @@ class AsyncServer(AbstractServer):
         self._end_round()
         return late
 
-    def spent(self, num_records: int) -> list[tuple[AbstractEvent, int]] | None:
-        found = [self.plan.cost(i, num_records) for i in range(self.round)]
-        return None if None in found else counted((e, 1) for each in found for e in each or ())
+    def cost(self, i: int, num_records: int) -> list[AbstractEvent] | None:
+        return self.plan.cost(i, num_records)
 
     def _end_round(self) -> None:
         """Find k and the clients that are at it, once there are none: not after each update."""

@@ -332,19 +332,15 @@ def _check_vectors(records: Records, query: Query) -> None:
 
 def fingerprint(module: nn.Module) -> str:
     """Describe a module: names, shapes and dtypes of what is trained, checksums of what is not."""
-
-    def kind(tensor: Tensor) -> str:
-        return f"{tensor.dtype} {list(tensor.shape)}"
-
-    def checksum(tensor: Tensor) -> str:
-        values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return f"{kind(tensor)} {zlib.crc32(values.numpy().tobytes()):08x}"
-
-    params = list(module.named_parameters())
-    trained = [[name, kind(p)] for name, p in params if p.requires_grad]
-    frozen = [[name, checksum(p)] for name, p in params if not p.requires_grad]
-    buffers = [[name, checksum(buffer)] for name, buffer in module.named_buffers()]
-    return json.dumps([trained, frozen, buffers])
+    found: tuple[list[Any], list[Any], list[Any]] = [], [], []  # trained, frozen, buffers
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        kind, place = f"{tensor.dtype} {list(tensor.shape)}", 0
+        if not tensor.requires_grad:
+            values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            kind = f"{kind} {zlib.crc32(values.numpy().tobytes()):08x}"
+            place = 1 if isinstance(tensor, nn.Parameter) else 2
+        found[place].append([name, kind])
+    return json.dumps(found)
 
 
 def check_fingerprint(of_the_server: str, here: str) -> None:

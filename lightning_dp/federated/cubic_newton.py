@@ -56,12 +56,10 @@ class CubicNewtonPlan(RoundPlan):
     of d entries. The server,
     :class:`~lightning_dp.federated.AsyncServer`, makes x_(t+1) = x_t + (α/n) Σ_i S_i(u_i).
 
-    - A client trusts nobody: noise is added before anything leaves it, to sums over its records in
-      which one record has norm at most Δ_s = √(k/d) (C_g + C_H ‖v_s‖).
+    - One record has norm at most Δ_s = √(k/d) (C_g + C_H ‖v_s‖) in the sums that are noised.
     - The k entries of a round are those that ``newton`` solves for, and each client has its own
       set. With ``whole_steps`` it solves for all d entries, Δ_s = C_g + C_H ‖v_s‖, and sends k of
       them: E S_i(u_i) is then the whole step, at the price of d/k times the noise.
-    - A client whose budget is used up leaves; its step is 0 from then on.
     - One inner step (τ = 1) is Fed-SGD with learning rate α min(1/μ, ``max_step_size``).
 
     Algorithm 1 of Huo, Liu, Ding, Johansson and Shi, Federated Cubic Regularized Newton Learning
@@ -80,15 +78,6 @@ class CubicNewtonPlan(RoundPlan):
 
     Raises:
         ValueError: naming the argument that is out of its range.
-
-    Example:
-        >>> import torch
-        >>> from lightning_dp.federated import AsyncServer
-        >>> newton = CubicNewton(1.0, 0.0, inner_steps=4, keep=2, max_step_size=0.5)
-        >>> plan = CubicNewtonPlan(newton, clients=3, rounds=10)
-        >>> server = AsyncServer("trial", plan, torch.zeros(8), num_clients=3)
-        >>> server.round, plan.update_size(8), plan.events(noise_multiplier=20.0)
-        (0, 2, [Gaussian(noise_multiplier=20.0)])
     """
 
     newton: CubicNewton
@@ -146,7 +135,6 @@ class CubicNewtonPlan(RoundPlan):
     # -- for the server ----------------------------------------------------------------------
 
     def update_size(self, size: int) -> int:
-        """Return k of ``size`` parameters."""
         return self.newton.query_size(size)
 
     def bound(self, i: int, point: Tensor) -> float:
@@ -177,7 +165,6 @@ class CubicNewtonPlan(RoundPlan):
         return 1.001 * longest * len(x) / self.newton.query_size(len(x))
 
     def move(self, point: Tensor, i: int, update: Tensor, client: int) -> Tensor:
-        """Return ``point`` + (α/n) S, from the values of S."""
         sent = SparseVector(update.to(point.dtype), len(point), self.mask_seed(client), i)
         alpha = self.step_scale / self.clients
         return point.index_add(0, sent.coordinates(), sent.values, alpha=alpha)

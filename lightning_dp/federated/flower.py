@@ -40,7 +40,7 @@ _log = logging.getLogger("lightning_dp.federated")
 _console = logging.getLogger("flwr")  # whose lines Flower shows
 
 _PAYLOAD, _BYTES, _FACTS = "payload", "bytes", "facts"
-_LARGEST_NUMBER, _LARGEST_SHOWN, _LONGEST_SHOWN = 2**63, 10**9, 300
+_LARGEST_NUMBER, _LONGEST_SHOWN = 2**63, 300
 _SHORTEST_PAUSE, _LONGEST_PAUSE, _BETWEEN_LINES = 0.001, 30.0, 10.0
 _STATE = "server.pt"
 # Flower's codes, in our words: the reason that comes with one may be anybody's text, and is shown
@@ -71,40 +71,25 @@ def client_app(
 ) -> ClientApp:
     """Return Flower's ClientApp that answers the requests of a protocol.
 
-    - Requests to one client are answered one after another, by a lock next to its ledger, also
-      when an expired message is still being worked on.
-    - An exception never leaves the client, since its message may tell of records: the server reads
-      that the client could not answer, and the client's log has the cause. A request that does not
-      keep to the plan, or a server whose module is another one, is refused before a charge.
+    A lock next to its ledger makes a client answer one request after another. An exception never
+    leaves it, since its message may tell of records: the client's log has the cause. A request that
+    does not keep to the plan, or a server whose module is another one, is refused before a charge.
 
-    Assign the result at module level: Flower looks for it there.
+    Assign the result at module level: Flower looks for it there. ``docs/federated.md`` has an example.
 
     Args:
         build: this client's records (:class:`~lightning_dp.federated.local.LocalRecords`), from
             Flower's context: which client it is says ``context.node_config["partition-id"]``.
             Called once in a process for each client.
         protocol: the client's state machine, from Flower's context, the name of the run, these
-            records and their ledger. Called for every request: a process may be a new one each time.
+            records and their ledger. Called for every request.
         ledger_dir: absolute path of a folder on this client's disk, with the ledger of the data set
-            ``client-`` and ``partition-id``. All runs over the data must use it, no other data may, and
-            its loss is the loss of what was spent.
+            ``client-`` and ``partition-id``. All runs over the data must use it, and no other data may.
         runs: the names of the federations that are answered (``name`` of
-            :func:`~lightning_dp.federated.flower.server_app`); None for any. Others are refused
-            before anything is built.
+            :func:`~lightning_dp.federated.flower.server_app`); None for any.
 
     Raises:
         ValueError: for a ``ledger_dir`` that is relative or a URL.
-
-    Example::
-
-        def build(context):
-            client = int(context.node_config["partition-id"])
-            return LocalRecords(MyModule(), my_records(client))
-
-        def protocol(context, run, records, ledger):
-            return AsyncClient(records, PLAN, PRIVACY, ledger, run=run)
-
-        app = client_app(build, protocol, ledger_dir="/var/lib/lightning-dp")
     """
     if not callable(ledger_dir):
         ledger_dir = fixed_folder("ledger_dir", ledger_dir)
@@ -214,26 +199,18 @@ def server_app(
 ) -> ServerApp:
     """Return Flower's ServerApp that runs a protocol to its end.
 
-    - At most one message is in flight to each client. A message that is lost, that expires or
-      whose client died is asked again, and the client answers with the same bytes.
-    - Replies are applied in any order, each once. One that cannot be used, whatever is wrong with it,
-      is logged, and its client is asked again; the others go on. By the server's
-      :class:`~lightning_dp.federated.protocol.Quorum` a round goes on without clients that are late
-      or wrong, with one line that names each and its latest problem; and a run that lacks its quorum
-      for too long ends with the latest model, and goes on if it is started again.
-    - The server's state is saved to ``server.pt`` before a request leaves that rests on it, or its
-      model is evaluated: if the run dies, a new one with the same ``folder`` goes on from there.
-    - In ``folder`` are TensorBoard files and ``rounds.csv``, and at the end ``federation.json``, the page
-      ``federation.md`` with a picture, and ``model.pt``, the module's ``state_dict``. ``epsilon`` of a
-      client is what it claims, and ``epsilon_of_plan`` what the rounds cost by the plan, if it is
-      known. A claim that falls is logged.
+    - A message that is lost, that expires or whose client died is asked again, and so is one whose
+      reply cannot be used. :class:`~lightning_dp.federated.Quorum` has when a round goes on.
+    - The state is saved to ``server.pt`` before a request leaves that rests on it, or its model is
+      evaluated: if the run dies, a new one with the same ``folder`` goes on from there.
+    - ``folder`` gets the files of :class:`~lightning_dp.federated.logbook.Logbook`, and at the end
+      ``model.pt``, the module's ``state_dict``.
 
     Assign the result at module level: Flower looks for it there.
 
     Args:
         build: the LightningModule, from Flower's context (its ``run_config``). The protocol starts
-            at its trained weights. What is frozen does not go over the wire: clients must build the
-            same, and refuse a server whose frozen weights differ. The server needs no training data.
+            at its trained weights; frozen ones do not go over the wire, and must be the clients'.
         protocol: the server's state machine, from Flower's context, the name of the run (no other
             run has it) and the trained parameters as a flat vector.
         num_clients: how many clients take part, sooner or later.
@@ -320,11 +297,9 @@ class Exchange:
     """Finds the clients' nodes, sends, and collects what comes back, in any order.
 
     - Never two messages are in flight to one node; a reply that nobody waits for is dropped.
-    - A lost, expired, failed or unreadable message is noted. The next message to that node waits,
-      longer and longer, until a reply is applied.
+    - After a message that is lost or of no use, the next one to that node waits, longer and longer.
     - A client's number belongs to the first node that names it, until Flower no longer lists that
-      node. Another one that names it is asked again later: a node that was killed and started
-      again has a new id, and takes its place when the old one is gone.
+      node: one that was killed and started again has a new id, and is asked again later.
 
     The name of the ``run`` and the fingerprint of the server's ``module`` go with every message.
     """
@@ -427,14 +402,13 @@ class Exchange:
             if reason.startswith(_REFUSES):
                 raise MessageError(f"it answers {reason[:_LONGEST_SHOWN]!r}")
             raise MessageError(f"error {code}: {_CAUSES.get(code, 'of an unknown cause')}")
-        client, payload = flight.client, None
+        client, payload, facts = flight.client, None, _public_facts(message)
+        named: Any = facts.get("client")
         if client is None:
-            client = self._introduce(flight.node, message)
+            client = self._introduce(flight.node, named)
         else:
             payload = payload_of(message)
-        facts = _public_facts(message)
-        named = facts.get("client")
-        if type(named) is int and named != client:
+        if named not in (None, client):
             self._free(flight)
             raise MessageError("its reply is another client's")
         return Reply(flight.node, client, payload, facts)
@@ -457,15 +431,12 @@ class Exchange:
             if self._not_before.get(node, 0.0) <= now:
                 self._push("query", node, None, b"")
 
-    def _introduce(self, node: int, message: Message) -> int:
+    def _introduce(self, node: int, client: int | None) -> int:
         """Give a node the client's number that it names."""
-        client = facts_of(message).get("client")
-        if type(client) is not int or not 0 <= client < self._num_clients:
-            is_number = type(client) is int and abs(client) < _LARGEST_SHOWN
-            named = f"client {client}" if is_number else "no client"
+        if client is None or not 0 <= client < self._num_clients:
             raise MessageError(
-                f"it names itself {named}, but this run has num_clients={self._num_clients}. Give "
-                f"every SuperNode --node-config 'partition-id=I num-partitions={self._num_clients}'"
+                f"it names itself client {client}, but this run has num_clients={self._num_clients}. "
+                f"Give every SuperNode --node-config 'partition-id=I num-partitions={self._num_clients}'"
             )
         if self.nodes.get(client, node) != node:
             raise MessageError(
@@ -504,11 +475,7 @@ class Exchange:
 
 
 def _public_facts(message: Message) -> dict[str, Fact]:
-    """Return the facts of a client that are kept.
-
-    Facts are for people to read, so an answer is not lost for the sake of them: others than these,
-    and impossible ones, are left out.
-    """
+    """Return the facts of a client that are kept; an answer is not lost for the sake of others."""
     try:
         facts = facts_of(message)
     except MessageError:
@@ -549,7 +516,6 @@ class _ServerRun:
     logbook: Logbook
     _next_line: float = 0.0
     _is_saved: bool = False
-    _request: bytes | None = None  # the latest new one, which rests on the saved state
 
     def to_the_end(self) -> None:
         """Ask, collect and apply, until the protocol is done or lacks its quorum for too long."""
@@ -575,9 +541,7 @@ class _ServerRun:
         while not machine.is_done:
             for client in self.exchange.idle:
                 if (request := machine.request(client)) is not None:
-                    if request is not self._request:
-                        self._save_state()
-                    self._request = request
+                    self._save_state()
                     self.exchange.send(client, request)
             applied = [self._apply(reply) for reply in self.exchange.collect()]
             for problem in self.exchange.take_problems():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import secrets
@@ -109,22 +110,13 @@ class Spending:
         if PLDAccountant().epsilon(whole, *budget[1:]) <= self.target_epsilon:
             return self.rounds
         fitting = affordable_steps(lambda n: charges[n], len(charges), *budget, spent=spent)
-        count = 0
-        for i, each in enumerate(plan):
-            count += len(each)
-            if count > fitting:
-                return i
-        return self.rounds
+        return sum(end <= fitting for end in itertools.accumulate(len(each) for each in plan))
 
     def fits(self, charges: Sequence[AbstractEvent], spent: History) -> bool:
         """Return True if charges fit where several runs take turns, in an undeclared order.
 
-        The order may depend on what was released, so a plan's ε would not hold for it. These do:
-
-        - if all charges are alike, only their number matters: the accountant's ε;
-        - full batches: the sum of 1/z², as :class:`~lightning_dp.accounting.guards.GDPGuard` keeps it;
-        - else one Rényi order, as :class:`~lightning_dp.accounting.guards.RDPGuard` has it, that
-          depends on the budget alone. It costs some percent of the budget.
+        The order may depend on what was released, so a plan's ε would not hold for it. A number of
+        like charges, Σ 1/z² of full batches and one Rényi order do; the last costs some percent.
         """
         epsilon, delta, relation = self.target_epsilon, self.target_delta, self.relation
         if math.isinf(epsilon) or not charges:
@@ -174,15 +166,11 @@ class ReleaseLedger:
       gives the same bytes, and no noise is drawn;
     - a round that had not left is made again under its charge, on the same batch.
 
-    The plan of a run is declared in advance (:class:`Spending`); how many of its rounds fit into
-    the budget is found before its first one. A further round is refused, and charges nothing. Runs
-    that take turns share what is left, by rules that hold for any order of theirs.
+    How many rounds of a run fit into the budget is found before its first one; runs that take turns
+    share what is left. A further round is refused, and charges nothing.
 
-    The journal and the runs' files must be of one moment. One that was lost, or replaced by an old
-    copy, is noticed, and nothing goes on; if all are old copies of one moment, nothing can show it.
-
-    A lock keeps other processes out while a release is made. The folder belongs to the client:
-    batch seeds in it are as private as its data.
+    A file that was lost, or replaced by an old copy, is noticed, and nothing goes on; if all are old
+    copies of one moment, nothing can show it. The batch seeds in the folder are as private as the data.
 
     Args:
         directory: where the files are, the same for all runs over the data set. A relative path is

@@ -186,13 +186,10 @@ class LocalRecords(ModuleRecords):
     The module and the data set are those of an ordinary Lightning training, and are left as they
     were.
 
-    - Records go through the module in chunks, and memory is that of one chunk.
-    - Nothing that ``training_step`` logs, counts in torchmetrics or keeps in buffers is kept.
-    - A record whose gradient is not finite contributes zero.
-
     There is no Trainer: ``training_step`` may use ``self.log``, ``self.device``, and the hooks of
-    batch transfer, but neither ``self.trainer`` nor ``self.optimizers()``; no other hook runs.
-    Its loss must be the mean over the records of the batch.
+    batch transfer, but neither ``self.trainer`` nor ``self.optimizers()``; no other hook runs, and
+    nothing that it logs, counts or keeps in buffers is kept. Its loss must be the mean over the batch,
+    whose memory is that of one chunk. A record whose gradient is not finite contributes zero.
 
     Args:
         module: trained in its parameters with ``requires_grad``; their order in ``parameters()``

@@ -10,11 +10,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from lightning_dp._files import replaced
 from lightning_dp.accounting import PLDAccountant
-from lightning_dp.accounting.base import Relation, epsilon_text
+from lightning_dp.accounting.base import epsilon_text
 from lightning_dp.federated.protocol import AbstractServer
 from lightning_dp.plotting import plot_federation, svg
 
@@ -27,6 +27,8 @@ _ANNEX = """
   By the plan: what this run's rounds cost at the noise that was agreed on, where it was.
 - Who answered and who was left out is public here; no ε covers it.
 """
+_SAMPLED = """- ε = {} at δ = {}, {}, of a whole client, by all runs over the list of clients, from the
+  server's ledger. It is for who sees released models, and not who was drawn."""
 
 
 class Problem(NamedTuple):
@@ -52,8 +54,8 @@ class Logbook:
     - TensorBoard files, and ``rounds.csv``, a line for each client and round, while it goes on; those
       of earlier runs in the folder are ``rounds-1.csv``, ``rounds-2.csv``, ....
     - At its end, also of a run that fails, ``federation.json``, and for people ``federation.md`` with
-      the picture ``federation.svg`` (where matplotlib is installed): ε of each client over the
-      rounds, and who was there.
+      the picture ``federation.svg`` (where matplotlib is installed). ``epsilon`` of a client is what
+      it claims, and ``epsilon_of_plan`` what the rounds cost by the plan, if it is known.
 
     Args:
         folder: made if it does not exist.
@@ -148,6 +150,7 @@ class Logbook:
             "rounds": machine.round,
             "ended": reason,
             "seeded": getattr(machine, "seed", None) is not None,
+            **_json(getattr(machine, "facts", {})),
             "metrics": _json(self._metrics),
             **self._counts,
             "clients": clients,
@@ -210,32 +213,33 @@ def federation_page(summary: Mapping[str, Any], attendance: Iterable[Presence]) 
     units, remarks = set[str](), list[str]()
     for name in sorted({*summary["clients"], *map(str, (*answered, *absent))}, key=int):
         facts, client = summary["clients"].get(name, {}), int(name)
-        unit = facts.get("unit") if facts.get("unit") in _UNITS else "unknown unit"
-        units |= {_UNITS[str(unit)]} if unit in _UNITS else set()
-        relation = facts.get("relation")
-        relation = relation if relation in get_args(Relation) else "unknown relation"
-        at = f"δ = {_number(facts, 'delta')}, {relation}, {unit}" if facts else ""
+        unit, relation = facts.get("unit", ""), facts.get("relation", "unknown relation")
+        units |= {_UNITS[unit]} if unit else set()
+        at = f"δ = {_number(facts, 'delta')}, {relation}, {unit or 'unknown unit'}" if facts else ""
         epsilons = f"{_number(facts, 'epsilon')} | {_number(facts, 'epsilon_of_plan')} | {at}"
         rounds = f"{answered[client]} | {_ranges(absent.get(client, []))}"
         lines.append(f"| {name} | {_number(facts, 'num_records')} | {epsilons} | {rounds} |")
-        if facts.get("seeded") is True:
+        if facts.get("seeded"):
             remarks.append(
                 f"- Client {name} draws repeatable noise: a test, which protects nobody."
             )
-        if facts.get("trusts_server") is True:
+        if facts.get("trusts_server"):
             remarks.append(f"- Client {name} gave the server sums without noise, which it noised.")
-    if summary.get("seeded") is True:
+    if "epsilon" in summary:  # of the server's ledger
+        epsilon, delta = _number(summary, "epsilon"), _number(summary, "delta")
+        remarks.append(_SAMPLED.format(epsilon, delta, summary["relation"]))
+    if summary.get("seeded"):
         remarks.append("- The server draws repeatable noise: a test, which protects nobody.")
     annex = _ANNEX.format(units=" or ".join(sorted(units)) or "its data")
     return "\n".join([*lines, annex + "\n".join(remarks)]).rstrip() + "\n"
 
 
 def _number(facts: Mapping[str, Any], name: str) -> str:
-    """Return a fact as text, if it is a number; facts may be anybody's."""
-    value = math.inf if facts.get(name) == "inf" else facts.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    """Return a fact as text; an infinite one is a text already."""
+    if name not in facts:
         return ""
-    return epsilon_text(float(value)) if name.startswith("epsilon") else f"{value:.12g}"
+    value = float(facts[name])
+    return epsilon_text(value) if name.startswith("epsilon") else f"{value:.12g}"
 
 
 def _ranges(rounds: list[int]) -> str:
@@ -251,12 +255,14 @@ def _epsilon_of_plan(machine: AbstractServer, facts: Mapping[str, Any]) -> dict[
     """Return ε of the rounds so far by the plan, at a client's own δ, relation and size."""
     try:
         history = machine.spent(facts["num_records"]) if facts["unit"] == "record" else None
-        if history is None:
-            return {}
-        epsilon = PLDAccountant().epsilon(history, facts["delta"], facts["relation"])
-    except (KeyError, ValueError, TypeError, ArithmeticError):  # facts may be anybody's
+        at = (facts["delta"], facts["relation"])
+        return {} if history is None else {"epsilon_of_plan": PLDAccountant().epsilon(history, *at)}
+    except (
+        KeyError,
+        ValueError,
+        ArithmeticError,
+    ):  # a client may leave facts out, or tell of N = 0
         return {}
-    return {"epsilon_of_plan": epsilon}
 
 
 def _json(numbers: Mapping[str, Any]) -> dict[str, Any]:

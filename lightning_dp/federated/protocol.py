@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_dp._config_dict import check_same, config_dict
 from lightning_dp._refusals import Refusal
 from lightning_dp._validate import above_0, instance, normalise, optional, whole
-from lightning_dp.accounting.events import AbstractEvent
+from lightning_dp.accounting.events import AbstractEvent, counted
 from lightning_dp.boundary import BoundedSum, Query, State
 from lightning_dp.functional import is_finite, length
 
@@ -73,10 +73,10 @@ class Records(Protocol):
 class Quorum:
     """The clients that a round needs, and the limits on waiting: public, and fixed before the run.
 
-    A client that is late, silent, failing or wrong is left out of a round, where it counts as zero
-    under the denominator of all clients, once the round has its quorum and either ``wait`` is over,
-    or nobody else is worth waiting for: those who failed ``tries`` times in this round, and those
-    who were left out before and have sent nothing usable since. It is asked again in the next round.
+    Once a round has its quorum, it goes on when ``wait`` is over, or nobody else is worth waiting for:
+    those who failed ``tries`` times in it, and those who were left out before and have sent nothing
+    usable since. Who is left out counts as zero under the denominator of all, and is asked again in
+    the next round.
 
     Args:
         clients: the fewest whose replies a round needs; None for more than half of all.
@@ -119,14 +119,6 @@ class Attendance:
     Args:
         quorum: the limits.
         began: when the present stage of the server began.
-
-    Example:
-        >>> attendance = Attendance(Quorum(wait=60.0, tries=1), began=0.0)
-        >>> attendance.fail(1)
-        >>> [attendance.is_over({1}, now=5.0), attendance.is_over({1, 2}, now=5.0)]
-        [True, False]
-        >>> attendance.is_over({1, 2}, now=60.0)
-        True
     """
 
     quorum: Quorum
@@ -212,10 +204,9 @@ class AbstractServer(ABC):
 
     - At most one message is in flight to a client. A reply that does not come is no loss: the same
       request is made again, and the client answers with the same bytes.
-    - :meth:`state_dict` may be taken between any two calls, and holds released values only. If
-      the server may die, it must be saved before a request leaves that was made from a new state
-      (:attr:`round` has changed), so that the server is never behind a client; and before anybody
-      sees its :attr:`point`, so that one that noises draws no second noise for it.
+    - :meth:`state_dict` may be taken between any two calls, and holds released values only. It must be
+      saved before a request leaves that was made from a new state, so that the server is never behind
+      a client; and before anybody sees its :attr:`point`, so that no second noise is drawn for it.
 
     A subclass gives ``run``, the first model ``start``, ``num_clients`` and a ``quorum``, and calls
     :meth:`_begin`; clients without budget leave.
@@ -304,9 +295,14 @@ class AbstractServer(ABC):
             MessageError: for any other bytes; nothing has changed then.
         """
 
-    def spent(self, num_records: int) -> list[tuple[AbstractEvent, int]] | None:
-        """Return what the plan's rounds so far cost a record of a client with so many; None: unknown."""
+    def cost(self, i: int, num_records: int) -> list[AbstractEvent] | None:
+        """Return what round i costs a record of a client with so many, by the plan; None: unknown."""
         return None
+
+    def spent(self, num_records: int) -> list[tuple[AbstractEvent, int]] | None:
+        """Return what the rounds so far cost together."""
+        found = [self.cost(i, num_records) for i in range(self.round)]
+        return None if None in found else counted((e, 1) for each in found for e in each or ())
 
     def _read(
         self, client: int, reply: bytes, numbers: tuple[str, ...], vectors: Mapping[str, str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dp._noise import NoiseSource
+from lightning_dp._noise import NoiseSource, random_generator
 from lightning_dp._refusals import text_of
 from lightning_dp._validate import (
     between,
@@ -29,7 +30,8 @@ from lightning_dp._validate import (
 from lightning_dp._world import World
 from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.base import Relation
-from lightning_dp.accounting.events import AbstractEvent, counted
+from lightning_dp.accounting.events import AbstractEvent
+from lightning_dp.accounting.journal import JournalError
 from lightning_dp.boundary import BoundedSum, Query, Release, State, Term, add_noise
 from lightning_dp.estimators.base import Driver, distance
 from lightning_dp.federated.client import (
@@ -46,7 +48,7 @@ from lightning_dp.federated.client import (
     noised_sum,
     parts,
 )
-from lightning_dp.federated.ledger import ReleaseLedger
+from lightning_dp.federated.ledger import ReleaseLedger, Spending
 from lightning_dp.federated.protocol import (
     MAJORITY,
     REFUSED,
@@ -58,10 +60,11 @@ from lightning_dp.federated.protocol import (
     norm_bound,
 )
 from lightning_dp.functional import is_finite
+from lightning_dp.mechanism import BudgetExhausted
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import FullBatch, Poisson
 
-__all__ = ["BVRLSGD", "QueryClient", "SynchronousServer"]
+__all__ = ["BVRLSGD", "ClientSampling", "QueryClient", "SynchronousServer"]
 
 _QUERY, _ANSWER, _LOCAL, _WALKED = "query", "answer", "local", "walked"
 _PLACE, _VECTORS = ("round", "part"), {_ANSWER: "sum", _WALKED: "x"}
@@ -83,9 +86,6 @@ class BVRLSGD:
     Workers take turns: round r = 1, 2, ... is that of worker r mod P. The sum is over a fresh
     Poisson batch of expected size b = q n_p, and every x_k is released.
 
-    A state machine without data: ``ask`` for what the worker must answer, ``tell`` it the release.
-    The state is of plain types.
-
     Murata and Suzuki, DIFF2 (2023), Algorithm 4, with Poisson batches instead of fixed-size ones.
 
     Args:
@@ -97,16 +97,6 @@ class BVRLSGD:
 
     Raises:
         ValueError: naming the argument that is out of its range.
-
-    Example:
-        >>> routine = BVRLSGD(0.5, local_steps=2, diff_norm=1.0, noise_multiplier=3.0, sample_rate=0.1)
-        >>> state = routine.start(torch.tensor([1.0, 1.0]), torch.tensor([2.0, 0.0]))
-        >>> query = routine.ask(state)
-        >>> query.clip_norm, [term.weight for term in query.terms]
-        (1.0, [1.0, -1.0])
-        >>> state = routine.tell(state, Release(torch.tensor([0.0, 1.0]), noise_std=0.1))
-        >>> routine.ask(state) is None, state["x"]
-        (True, tensor([-1.0000,  0.5000]))
     """
 
     learning_rate: float
@@ -156,6 +146,57 @@ class BVRLSGD:
         return round_number % workers
 
 
+# -- client sampling ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ClientSampling:
+    r"""A secret draw of the clients that count in a step, charged to a ledger of the server's own.
+
+    Each client of the public list 0, ..., P - 1 is drawn with probability q, each by itself, in each
+    step. *All* of them are asked, and answer; with u_c = 0 for who is away, the server releases
+
+    .. math:: \sum_c b_c u_c + \mathcal N(0, (z_t C)^2 I), \quad \|u_c\| \le C, \quad P(b_c = 1) = q.
+
+    Nothing else depends on the draw, which is in the server's memory alone: one that dies before the
+    release draws again. Given all that left before, one client moves the sum by at most C, with
+    probability q: a Gaussian of multiplier z_t on a Poisson sample of rate q.
+
+    ε is about a whole client, for who sees the releases and who answered when. Assumed: the server and
+    its memory are trusted. Towards it, and so in the clients' own ledgers, nothing is amplified.
+
+    Args:
+        rate: q in (0, 1].
+        ledger: of the list of clients, on the server's disk, the same for all runs over them. It has
+            charges and releases, and no draws.
+        target_epsilon, target_delta, relation: the budget of the list, as in
+            :class:`~lightning_dp.federated.ClientPrivacy`.
+
+    Raises:
+        ValueError: naming the argument that is out of its range.
+    """
+
+    rate: float
+    ledger: ReleaseLedger = field(repr=False, compare=False)
+    target_epsilon: float
+    target_delta: float
+    relation: Relation = "add_remove"
+
+    def __post_init__(self) -> None:
+        normalise(self, between("(0, 1]"), "rate")
+        instance("ledger", self.ledger, ReleaseLedger)
+
+    def spending(self, run: str, plan: NoisePlan, rounds: int) -> Spending:
+        """Return what a run asks of the list of clients."""
+
+        def events(t: int) -> Sequence[AbstractEvent]:
+            return [Poisson().event(plan.noise_multiplier(t), self.rate)]
+
+        budget = (self.target_epsilon, self.target_delta, self.relation)
+        # A server that went back to its last state may make the step before again.
+        return Spending(run, rounds, events, *budget, retain=2, unit="client")
+
+
 # -- the server --------------------------------------------------------------------------------
 
 
@@ -163,22 +204,11 @@ class BVRLSGD:
 class SynchronousServer(AbstractServer):
     """x_(t+1) = x_t - η v_t, where v_t is an estimator's from the sum of all clients' answers.
 
-    At step t the estimator asks all clients the same query. Either
-
-    - ``noise="server"``: clients trust the server with their un-noised sums, and it noises the
-      total once. With :class:`~lightning_dp.Diff2` and ``FullBatch()`` this is DIFF2 with P
-      workers (Murata and Suzuki, 2023, Algorithm 1); or
-    - ``noise="client"``: each client noises its sum, and the server sees nothing else. The
-      total has √P times the noise.
-
-    A step is over when every client has answered, or its ``quorum`` has and the others are left out:
-    they count as zero, since the mean is over q_t N whoever answers. Who is left out of one query of
-    a step is not asked the further ones. Clients without budget leave. Answers beyond the
-    :func:`~lightning_dp.federated.protocol.norm_bound` are refused.
-
-    With a ``local_routine``, the step's worker then goes on alone on its records, and noises
-    each of its steps itself (DIFF2-BVR-L-SGD, Algorithm 4); the routine's η is used for the
-    server's step too.
+    At step t the estimator asks all clients the same query; the mean is over q_t N, whoever answers.
+    Who is left out of one query of a step is not asked the further ones. With
+    :class:`~lightning_dp.Diff2` and ``FullBatch()`` this is DIFF2 with P workers (Murata and Suzuki,
+    2023, Algorithm 1); with a ``local_routine``, the step's worker then goes on alone on its records,
+    and noises each of its steps itself (DIFF2-BVR-L-SGD, Algorithm 4).
 
     Args:
         run: the name of this federation, which clients' ledgers know it by.
@@ -188,10 +218,13 @@ class SynchronousServer(AbstractServer):
         num_clients: P; clients are 0, ..., P - 1.
         num_records: N over all clients, public; the mean is over q_t N.
         learning_rate: η > 0.
-        noise: the party that adds it.
-        local_routine: what the worker in turn does; without it, the step is the server's alone.
+        noise: the party that adds it. "server": it is trusted with un-noised sums, and noises the
+            total once. "client": each noises its sum, and the total has √P times the noise.
+        local_routine: what the worker in turn does, with the same η.
         quorum: when a step goes on without some clients.
-        seed: for tests only: the same noise of the server each time.
+        sampling: decides in secret whose answers count, where the server noises and the clients have
+            themselves as the unit; the mean is then over q q_t N.
+        seed: for tests only: the same noise of the server each time; not the same draws.
 
     Raises:
         ValueError: naming the argument that is out of its range, or a plan that cannot be kept.
@@ -208,9 +241,10 @@ class SynchronousServer(AbstractServer):
     local_routine: BVRLSGD | None = None
     seed: int | None = None
     quorum: Quorum = MAJORITY
+    sampling: ClientSampling | None = None
 
     _settings: ClassVar[tuple[str, ...]] = (
-        *("rounds", "num_records", "learning_rate", "noise", "local_routine"),
+        *("rounds", "num_records", "learning_rate", "noise", "local_routine", "sampling"),
     )
 
     def __post_init__(self) -> None:
@@ -227,6 +261,11 @@ class SynchronousServer(AbstractServer):
             )
         self._begin()
         _check_plan(self.plan, self.noise)
+        if self.sampling is not None:
+            instance("sampling", self.sampling, ClientSampling)
+            if self.noise != "server" or self.local_routine is not None:
+                raise ValueError("sampling is for noise='server' without a local_routine.")
+            self._spending = self.sampling.spending(self.run, self.plan, self.rounds)
         self._driver = Driver.begin(self.plan.estimator, [self._point])
         self._place, self._reason = (0, 0), ""  # step and part that clients are asked for
         self._local: Tensor | None = None  # v, while a worker goes on alone
@@ -234,8 +273,18 @@ class SynchronousServer(AbstractServer):
         self._answered, self._total = set[int](), self._point  # of the query, and the sum so far
         self._encoded: tuple[tuple[int, ...], bytes] = (), b""
         self._missed: set[int] = set()  # left out of an earlier query of this step
+        self._charges = 0  # in the ledger of the list, when last seen
         self._name = secrets.token_hex(8)  # two servers would each noise the same sums
         self._ask()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Public facts about the run as a whole, for its report."""
+        if (of := self.sampling) is None:
+            return {}
+        epsilon = of.ledger.epsilon(of.target_delta, of.relation)
+        facts = {"epsilon": epsilon, "delta": of.target_delta, "relation": of.relation}
+        return {**facts, "unit": "client", "client_rate": of.rate}
 
     @property
     def round(self) -> int:
@@ -266,10 +315,8 @@ class SynchronousServer(AbstractServer):
             return set()
         return late
 
-    def spent(self, num_records: int) -> list[tuple[AbstractEvent, int]] | None:
-        if self.local_routine is not None:
-            return None
-        return counted((self.plan.event(step), 1) for step in range(self.round))
+    def cost(self, i: int, num_records: int) -> list[AbstractEvent] | None:
+        return [self.plan.event(i)] if self.local_routine is None else None
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -286,13 +333,16 @@ class SynchronousServer(AbstractServer):
             z = self.plan.noise_multiplier(step)
             self._query, self._answered = self._driver.ask([self._point], z), set()
             if self._query is not None:
+                q, rng = self.sampling.rate if self.sampling else 1.0, random_generator(None)
+                self._drawn = set(Poisson().draw(self.num_clients, q, rng).tolist())
                 wide = torch.promote_types(self._point.dtype, torch.float32)
                 self._total = torch.zeros(self._query.size(len(self._point)), dtype=wide)
                 return
             self._tell(Release.of_nothing([self._point]))
 
     def _tell(self, released: Release) -> None:
-        mean = released.mean(self.plan.rate(self._driver.step) * self.num_records)
+        q = self.sampling.rate if self.sampling else 1.0
+        mean = released.mean(self.plan.rate(self._driver.step) * self.num_records * q)
         estimate, self._driver = self._driver.tell([self._point], mean)
         self._query = None
         if estimate is None:
@@ -324,7 +374,8 @@ class SynchronousServer(AbstractServer):
             self._point, self._local = point, None
 
     def _release(self, query: Query) -> Release:
-        """Return the noised sum over all clients that have answered."""
+        """Return the noised sum over all clients that have answered, and count."""
+
         if self.noise == "server":
             source = noise_source(self.seed, self._place[0])
             received = BoundedSum.received(self._total, query)
@@ -334,10 +385,25 @@ class SynchronousServer(AbstractServer):
 
     def _end_query(self) -> None:
         """Go on with the answers that have come."""
-        assert self._query is not None
+        query = self._query
+        assert query is not None
+        if not self._is_charged():
+            return
         self._missed = set(range(self.num_clients)) - self._answered
-        self._tell(self._release(self._query))
+        self._tell(self._release(query) if self.sampling is None else self._kept_release(query))
         self._ask()
+
+    def _kept_release(self, query: Query) -> Release:
+        """Return the release of a charged step as it is on disk: no other one ever leaves."""
+
+        def make(rng: np.random.Generator) -> bytes:
+            made = self._release(query)
+            return Message("", {"noise_std": made.noise_std}, {"sum": made.value}).to_bytes()
+
+        assert self.sampling is not None
+        content = self.sampling.ledger.release(self._spending, self._place[0], 1, make)
+        kept = Message.from_bytes(content)
+        return Release.received(kept.tensor("sum"), kept["noise_std"])
 
     # -- messages ----------------------------------------------------------------------------
 
@@ -345,8 +411,28 @@ class SynchronousServer(AbstractServer):
         if not self._is_asked(client):
             return None
         if self._encoded[0] != self.stage:  # the same bytes for all who are asked
+            if not self._is_charged():
+                return None
             self._encoded = self.stage, self._request().to_bytes()
         return self._encoded[1]
+
+    def _is_charged(self) -> bool:
+        """Charge the step to the ledger of the list, if there is one, before anybody is asked."""
+        if self.sampling is None:
+            return True
+        ledger = self.sampling.ledger
+        if sum(n for _, n in ledger.history()) < self._charges:
+            raise JournalError(
+                f"{ledger.journal_path} lacks charges of this run: it was lost, or is an old copy. Put "
+                "the right one back.",
+                topic="journal-behind",
+            )
+        try:
+            ledger.release(self._spending, self._place[0], 0, lambda rng: b"")
+        except BudgetExhausted:
+            self._reason = "the list of clients has no budget left"
+        self._charges = sum(n for _, n in ledger.history())
+        return not self._reason
 
     def _request(self) -> Message:
         facts: dict[str, Any] = {"run": self.run, **dict(zip(_PLACE, self._place, strict=True))}
@@ -355,6 +441,8 @@ class SynchronousServer(AbstractServer):
         assert self._query is not None
         if self.noise == "server":
             facts["server"] = self._name
+        if self.sampling is not None:
+            facts["unit"] = "client"
         return _query_message(self._query, self._point, {**facts, "noise": self.noise})
 
     def _is_asked(self, client: int) -> bool:
@@ -392,7 +480,8 @@ class SynchronousServer(AbstractServer):
             assert self._query is not None
             size = self._query.size(len(self._point))
             answer = message.reals("sum", size, self._point.dtype, self._largest(self._query))
-            self._total += answer
+            # Who was drawn shows in nothing but the sum: not in what is checked, counted or computed.
+            self._total.add_(answer, alpha=float(client in self._drawn))
             self._answered.add(client)
         if self._local is None and self._answered and not self.awaited:
             self.leave_out()
@@ -401,6 +490,8 @@ class SynchronousServer(AbstractServer):
     def _largest(self, query: Query) -> float:
         """Return the largest norm of an honest answer; of one without noise, with certainty."""
         count, size = self.num_records, query.size(len(self._point))
+        if self.sampling is not None:
+            return norm_bound(query.clip_norm, 0.0, 1, size, 1)
         if self.noise == "server":
             return norm_bound(query.clip_norm, 0.0, count, size, count)
         batch = self.plan.rate(self._place[0]) * count
@@ -431,6 +522,7 @@ class SynchronousServer(AbstractServer):
             "reason": self._reason,
             "missed": sorted(self._missed),
             "name": self._name,
+            "charges": self._charges,
             "estimator": self._driver.state,
             "local": self._local,
         }
@@ -444,7 +536,7 @@ class SynchronousServer(AbstractServer):
         self._driver = Driver(self.plan.estimator, state["estimator"], *following)
         self._reason, self._query, self._encoded = str(state["reason"]), None, ((), b"")
         self._ask()
-        self._missed = set(state.get("missed", ()))
+        self._missed, self._charges = set(state.get("missed", ())), int(state.get("charges", 0))
 
 
 def _check_plan(plan: NoisePlan, noise: str) -> None:
@@ -551,6 +643,11 @@ class QueryClient(Client):
         place = {"round": step, "part": part}
         if request.kind == _LOCAL:
             return self._read_walk(request, step, place)
+        if (unit := request.facts.get("unit", self.records.unit)) != self.records.unit:
+            raise MessageError(
+                f"The server counts by unit={reprlib.repr(unit)}, and this client by "
+                f"unit={self.records.unit!r}. Use LocalRecords(unit='client') where clients are sampled."
+            )
         query, noise = _query_from(request), request["noise"]
         if noise not in ("server", "client"):
             raise MessageError(f"noise={noise!r} must be 'server' or 'client'.")

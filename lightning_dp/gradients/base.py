@@ -116,8 +116,14 @@ class AbstractPerSampleGradients(ABC):
 class AbstractGradientEngine(ABC):
     """Watches a model's ordinary forward and backward passes, and keeps what each record did.
 
-    Between :meth:`attach` and :meth:`detach` it may hang hooks on the model, while it does not
-    :meth:`rest`; afterwards nothing of it is left there, nor on copies that were made of the model.
+    Outside of :meth:`watching` nothing of it is on the model, nor on copies that were made of it.
+
+    Args:
+        module: the whole model.
+        params: trained, in the order of flat vectors.
+
+    Raises:
+        UnsupportedModelError: naming the layers that cannot be handled, and the cure.
     """
 
     name: str
@@ -131,6 +137,9 @@ class AbstractGradientEngine(ABC):
     one_record: ClassVar[bool] = False
     """True if records run alone, one after the other."""
 
+    takes_shards: ClassVar[bool] = False
+    """True if each process may hold a part of each parameter; then ``units`` are an argument, too."""
+
     isolates: ClassVar[bool] = False
     """True if records cannot mix in ``training_step``, by construction."""
 
@@ -140,18 +149,13 @@ class AbstractGradientEngine(ABC):
     has_asked = True
     """False if it is known that ``training_step`` asked for no record's value in the latest pass."""
 
+    def __init__(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
+        self._module, self._params = module, tuple(params)
+
     @property
     def runs_parts(self) -> bool:
         """True if records run alone, but parts of a batch together (``around`` of :meth:`run`)."""
         return self.isolates and not self.one_record
-
-    @abstractmethod
-    def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-        """Start watching a whole model; ``params`` are trained, in the order of flat vectors.
-
-        Raises:
-            UnsupportedModelError: naming the layers that cannot be handled, and the cure.
-        """
 
     @abstractmethod
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
@@ -173,7 +177,12 @@ class AbstractGradientEngine(ABC):
             around: is entered around each part of the batch that runs together, by engines that run
                 parts of it.
         """
-        return forward(batch.value)
+        with self.watching():
+            return forward(batch.value)
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Inside, forward passes of the model are seen."""
+        return nullcontext()
 
     def repeating(self) -> AbstractContextManager[None]:
         """Let checkpoints of a watched model run parts of it again, in somebody else's pass."""
@@ -221,16 +230,6 @@ class AbstractGradientEngine(ABC):
     def drop(self) -> None:
         """Forget forward passes without a backward one (``training_step`` returned None)."""
         self._found = None
-
-    def rest(self) -> None:  # noqa: B027 (an engine without hooks has none to take off)
-        """Take all hooks off the model until :meth:`wake`; what was seen is kept."""
-
-    def wake(self) -> None:  # noqa: B027
-        """Watch the model again."""
-
-    @abstractmethod
-    def detach(self) -> None:
-        """Stop watching and leave the model as it was. May be called twice."""
 
 
 # -- refusals -------------------------------------------------------------------------------------

@@ -100,18 +100,13 @@ class AbstractForm(ABC):
         return None
 
     @abstractmethod
-    def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
-        """Return Σ_i weights_i f(v_i, u_i), of the parameter's shape or flat, without making the rows."""
-
     def add_weighted_sum(
-        self, v: Tensor, u: Tensor, weights: Tensor, onto: Tensor, *, is_new: bool = False
+        self, use: Use, weights: Tensor, onto: Tensor, *, is_new: bool = False
     ) -> None:
-        """Add it to a flat vector of any precision; what stands in a new one counts for nothing."""
-        total = self.weighted_sum(v, u, weights).reshape(-1)
-        if is_new:
-            onto.copy_(total)
-        else:
-            onto.add_(total)
+        """Add Σ_i weights_i f(v_i, u_i) to a flat vector, without making the rows.
+
+        All are of one type; what stands in a new vector counts for nothing.
+        """
 
     def both(self, here: Use, there: Use) -> list[Use]:
         """Return f(v, u) + f(v', u') as uses that lose no digits where v and v' are close.
@@ -188,6 +183,12 @@ class Use:
         u = self.u * _as_weights(weights.to(self.u), self.u)
         return replace(self, u=u, v=u if self.v is self.u else self.v)
 
+    def to(self, dtype: torch.dtype) -> Use:
+        """Return the same with numbers of a type."""
+        u = self.u.to(dtype)
+        v = self.v.to(dtype) if self.v.is_floating_point() else self.v
+        return replace(self, u=u, v=u if self.v is self.u else v)
+
     def without(self, left_out: Tensor) -> Use:
         """Return the same with zeros for the records of which this is true, whatever they hold."""
         u = _zeroed(self.u, left_out)
@@ -244,16 +245,10 @@ class Rows(AbstractForm):
     def factors(self, v: Tensor, u: Tensor) -> tuple[Tensor, ...] | None:
         return (u,)
 
-    def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
-        return weights @ as_rows(u)
-
     def add_weighted_sum(
-        self, v: Tensor, u: Tensor, weights: Tensor, onto: Tensor, *, is_new: bool = False
+        self, use: Use, weights: Tensor, onto: Tensor, *, is_new: bool = False
     ) -> None:
-        if onto.dtype == u.dtype:  # no vector of the parameter's size
-            onto.addmv_(as_rows(u).T, weights, beta=0 if is_new else 1)
-        else:
-            super().add_weighted_sum(v, u, weights, onto, is_new=is_new)
+        onto.addmv_(as_rows(use.u).T, weights, beta=0 if is_new else 1)
 
     def both(self, here: Use, there: Use) -> list[Use]:
         return [self.use(here.u + there.u)]
@@ -435,17 +430,15 @@ class OuterProduct(_OfPositions):
             total.addcmul_(u[:, t].index_select(1, row), v[:, t].index_select(1, column))
         return total
 
-    def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
-        v, u = _scaled(v, u, weights)
-        return u.T @ v
-
     def add_weighted_sum(
-        self, v: Tensor, u: Tensor, weights: Tensor, onto: Tensor, *, is_new: bool = False
+        self, use: Use, weights: Tensor, onto: Tensor, *, is_new: bool = False
     ) -> None:
-        if onto.dtype != u.dtype or onto.dtype != v.dtype:
-            super().add_weighted_sum(v, u, weights, onto, is_new=is_new)
-            return
-        v, u = _scaled(v, u, weights)
+        weights, v, u = weights.view(-1, 1, 1), use.v, use.u
+        if v.shape[2] < u.shape[2]:  # the narrower one takes the weights
+            v = v * weights
+        else:
+            u = u * weights
+        v, u = v.flatten(0, 1), u.flatten(0, 1)
         onto.view(u.shape[1], v.shape[1]).addmm_(u.T, v, beta=0 if is_new else 1)
 
     def lengths(self, v: Tensor, u: Tensor) -> Tensor:
@@ -471,13 +464,6 @@ class OuterProduct(_OfPositions):
         return _squares_of(a.products() * b.products(), a, b)
 
 
-def _scaled(v: Tensor, u: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both as matrices of all positions, the narrower one times the weights of the records."""
-    weights = weights.view(-1, 1, 1)
-    v, u = (v * weights, u) if v.shape[2] < u.shape[2] else (v, u * weights)
-    return v.flatten(0, 1), u.flatten(0, 1)
-
-
 @dataclass(frozen=True)
 class Lookup(_OfPositions):
     """Row r: Σ over t with v_it = r of u_it, for v of shape (n, T) and u of shape (n, T, width).
@@ -491,17 +477,12 @@ class Lookup(_OfPositions):
         table = u.new_zeros(len(u), self.rows_of_table, u.shape[2])
         return table.scatter_add_(1, v.unsqueeze(2).expand_as(u), u)
 
-    def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
-        table = u.new_zeros(self.rows_of_table * u.shape[2])
-        self.add_weighted_sum(v, u, weights, table)
-        return table
-
     def add_weighted_sum(
-        self, v: Tensor, u: Tensor, weights: Tensor, onto: Tensor, *, is_new: bool = False
+        self, use: Use, weights: Tensor, onto: Tensor, *, is_new: bool = False
     ) -> None:
         table = (onto.zero_() if is_new else onto).view(self.rows_of_table, -1)
-        scaled = (u * _as_weights(weights, u)).to(onto.dtype)
-        table.index_add_(0, v.flatten(), scaled.flatten(0, 1))
+        scaled = use.u * _as_weights(weights, use.u)
+        table.index_add_(0, use.v.flatten(), scaled.flatten(0, 1))
 
     def both(self, here: Use, there: Use) -> list[Use]:
         """Count a position that looks up the same row at both points once, with the sum of its u."""
@@ -534,9 +515,11 @@ class Scale(AbstractForm):
         each = 4 * u[:1].numel()
         return in_slices(lambda a, b: (a * b).sum(self.sum_over), each, v, u, most=_SCALED_BYTES)
 
-    def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
-        total: Tensor = torch.tensordot(weights, self.rows(v, u), dims=1)
-        return total
+    def add_weighted_sum(
+        self, use: Use, weights: Tensor, onto: Tensor, *, is_new: bool = False
+    ) -> None:
+        rows = Rows.use(self.rows(use.v, use.u))
+        rows.form.add_weighted_sum(rows, weights, onto, is_new=is_new)
 
     def of_records(self, use: Use, folding: Folding) -> Use:
         form = Scale((1, *(dimension + 1 for dimension in self.sum_over)))
@@ -624,10 +607,16 @@ class Convolution(AbstractForm):
             shape = (n * self.weight_shape[0], *self.weight_shape[1:])
             rows.copy_(self._backward(x, y, shape, n * self.groups).view_as(rows))
 
-    def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
-        scaled = u * weights.view(-1, *[1] * (u.dim() - 1))
-        v, scaled = (self._of_rows(each).flatten(0, 1) for each in (v, scaled))
-        return self._backward(v, scaled, self.weight_shape, self.groups)
+    def add_weighted_sum(
+        self, use: Use, weights: Tensor, onto: Tensor, *, is_new: bool = False
+    ) -> None:
+        scaled = use.u * _as_weights(weights, use.u)
+        v, scaled = (self._of_rows(each).flatten(0, 1) for each in (use.v, scaled))
+        total = self._backward(v, scaled, self.weight_shape, self.groups).reshape(-1)
+        if is_new:
+            onto.copy_(total)
+        else:
+            onto.add_(total)
 
     def of_records(self, use: Use, folding: Folding) -> Use:
         v, u = (folding(self._of_rows(each)).flatten(1, 2) for each in (use.v, use.u))

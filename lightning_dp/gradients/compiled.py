@@ -68,7 +68,6 @@ class CompiledParts:
                 after = partial(part.register_forward_hook, always_call=True)
                 self._hooks.add(part, part.register_forward_pre_hook, self._enter)
                 self._hooks.add(part, after, self._leave)
-        self._hooks.take_off()
 
     @property
     def note(self) -> str | None:
@@ -84,12 +83,10 @@ class CompiledParts:
     def _eagerly(self) -> Iterator[None]:
         stance = _stance("force_eager")
         self._before = stance.prev
-        self._hooks.put_on()
         try:
-            with stance:
+            with stance, self._hooks.on():
                 yield
         finally:
-            self._hooks.take_off()
             self._before = None
 
     def _enter(self, part: nn.Module, args: Any) -> None:

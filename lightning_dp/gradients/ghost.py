@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import partial, reduce
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -22,7 +21,7 @@ from lightning_dp.gradients.base import (
 from lightning_dp.gradients.bilinear import Use
 from lightning_dp.gradients.calls import Call, KeptInputs, go_back
 from lightning_dp.gradients.compiled import as_written
-from lightning_dp.gradients.layer_calls import AbstractLayerEngine, Recorder
+from lightning_dp.gradients.layer_calls import AbstractLayerEngine
 from lightning_dp.gradients.parameter_sum import (
     Allowance,
     MaterialisedGradients,
@@ -80,22 +79,17 @@ class GhostClipping(AbstractLayerEngine):
 
     name = "ghost"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._params: Sequence[nn.Parameter] = ()
-
-    def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-        self.detach()
-        self._recorder, self._params = Recorder(module, params, _SavedInputs), params
+    def __init__(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
+        super().__init__(module, params, _SavedInputs)
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
         self._found = None
-        calls = self._attached.take(loss)
+        calls = self.calls_of(loss)
         if combined or keep_graph:
             raise UnsupportedModelError(
                 _SEVERAL if combined else _NEEDED, topic="unsupported-model"
             )
-        passes = _Passes(self._attached, self._params, loss, calls)
+        passes = _Passes(self, self._params, loss, calls)
         squares: dict[int, list[Tensor]] = {}
 
         def add(place: int, records: slice, gradients: ParameterGradients) -> None:
@@ -104,13 +98,6 @@ class GhostClipping(AbstractLayerEngine):
         passes.run(add, keep=True)
         norms = {place: torch.cat(parts) for place, parts in squares.items()}
         self._found = partial(GhostGradients, self._params, passes, norms)
-
-    def repeating(self) -> AbstractContextManager[None]:
-        return self._attached.repeating()
-
-    def detach(self) -> None:
-        super().detach()
-        self._params = ()
 
 
 class _Save(torch.autograd.Function):
@@ -151,12 +138,12 @@ class _Passes:
 
     def __init__(
         self,
-        recorder: Recorder,
+        engine: AbstractLayerEngine,
         params: Sequence[nn.Parameter],
         loss: Tensor,
         calls: Sequence[Call],
     ) -> None:
-        self._recorder, self._params = recorder, params
+        self._engine, self._params = engine, params
         self._graph: tuple[Tensor, Sequence[Call]] | None = loss, calls
         self._place_of = {id(param): place for place, param in enumerate(params)}
         self._calls_of = Counter(place for call in calls for place in self._used_by(call))
@@ -176,7 +163,7 @@ class _Passes:
         self._precision = full_precision(loss.device)
         arrived = partial(self._arrived, done, keep)
         try:
-            with self._recorder.repeating(), as_written():
+            with self._engine.repeating(), as_written():
                 go_back(loss, calls, arrived, keep_graph=keep)
         except torch.OutOfMemoryError:
             raise
@@ -219,7 +206,7 @@ class _Passes:
 
     def _used_by(self, call: Call) -> list[int]:
         """Return the places of the trained parameters that a call uses."""
-        keys = dict.fromkeys(self._recorder.used_by(call))
+        keys = dict.fromkeys(self._engine.used_by(call))
         return [self._place_of[key] for key in keys if key in self._place_of]
 
     def _take(self, done: Done, place: int) -> None:
@@ -277,10 +264,8 @@ class GhostGradients(AbstractPerSampleGradients):
         return self._count
 
     def norms(self) -> Tensor:
-        if not self._squares:
-            return torch.zeros(0, dtype=torch.float64)
-        total = reduce(torch.add, self._squares.values())
-        return where_used(total.sqrt() * abs(self._factor), self._params[0].device)
+        norms: Tensor = torch.linalg.vector_norm(self.norms_by_parameter(), dim=1)
+        return norms
 
     def norms_by_parameter(self) -> Tensor:
         like = next(iter(self._squares.values()), torch.zeros(0, dtype=torch.float64))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import is_
 from typing import Any, Literal
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from lightning_dp._refusals import RefusedRun
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
     AbstractPerSampleGradients,
@@ -33,7 +33,7 @@ from lightning_dp.gradients.parameter_sum import ScratchPool
 from lightning_dp.gradients.rules import Rule, own_parameters, refuse_options, rule_of
 from lightning_dp.gradients.sharded import WholeParameters, is_unit, unit_rule
 
-__all__ = ["AbstractLayerEngine", "LayerCalls", "Recorder"]
+__all__ = ["AbstractLayerEngine", "LayerCalls"]
 
 _OTHER_ORDER = (
     "Between layers, rows are chosen or put into another order (an index, flip, roll or sort along the "
@@ -52,14 +52,16 @@ _NO_TENSORS = (
 _TENSORS = frozenset((Tensor, nn.Parameter))
 
 
-class Recorder:
-    """Forward hooks that record every call of a layer with trained parameters.
+class AbstractLayerEngine(AbstractGradientEngine):
+    """An engine whose forward hooks record every call of a layer with trained parameters.
 
     Args:
-        module, params: as for :meth:`AbstractGradientEngine.attach`.
+        module, params: as for :class:`AbstractGradientEngine`.
         keeps: holds the inputs of a call.
-        units: layers of no known type run again for each record.
+        units: layers of no known type run again for each record: in copies of sharded models.
     """
+
+    keeps_compiled = True
 
     def __init__(
         self,
@@ -69,16 +71,14 @@ class Recorder:
         *,
         units: bool = False,
     ) -> None:
+        super().__init__(module, params)
         refuse_complex(module, params)
-        self.whole = WholeParameters(module)
-        """The parameters that stand in the places of sharded ones."""
-        self._params, self._keeps = params, keeps
-        self._known = list(module.parameters())
+        self._whole, self._keeps, self._memory = WholeParameters(module), keeps, ScratchPool()
+        self._known = list(module.parameters())  # no whole ones in the places of shards
         self._param_names = {id(param): name for name, param in module.named_parameters()}
         self._names = {layer: name for name, layer in module.named_modules()}
         self._what: Literal["values", "nothing", "duals"] = "values"
-        self.owners: RowOwners | None = None
-        """The units of the samples that run; None if each is one."""
+        self._owners: RowOwners | None = None  # of the samples that run
         self.drop()
         trained = {id(param) for param in params}
         rules = _rules_of_layers(module, trained, units)
@@ -86,27 +86,30 @@ class Recorder:
         self._held = {layer: tuple(layer._parameters.values()) for layer in rules}
         self._used = {layer: [id(param) for param in _used_by(layer)] for layer in rules}
         self._hooks = ModuleHooks()
+        me: Any = proxy(self)  # so that its memory is free as soon as nobody has the engine
         for layer, rule in rules.items():  # before the user's hooks, which may change the output
             register = partial(layer.register_forward_hook, prepend=True, with_kwargs=True)
-            self._hooks.add(layer, register, partial(self._watch, rule))
-        self.whole.hang_on(self._hooks)
-
-    def take_off(self) -> None:
-        """Leave the model as it was."""
-        self._hooks.take_off()
-
-    def put_on(self) -> None:
-        """Watch the model again."""
-        self._hooks.put_on()
+            self._hooks.add(layer, register, partial(type(self)._watch, me, rule))
+        self._whole.hang_on(self._hooks)
 
     def drop(self) -> None:
-        """Forget what was recorded."""
+        super().drop()
+        self._forget()
+
+    def _forget(self) -> None:
         self._calls: list[Call] = []
         self._problem: UnsupportedModelError | None = None
         self._unseen: dict[Any, str] = {}  # graph nodes of outputs with other parameters, and why
 
+    def run(self, forward: Forward, batch: SampleBatch, around: Around | None = None) -> Any:
+        self._owners = batch.owners
+        return super().run(forward, batch, around)
+
+    def watching(self) -> AbstractContextManager[None]:
+        return self._hooks.on()
+
     @contextmanager
-    def recording(self, what: Literal["nothing", "duals"]) -> Iterator[None]:
+    def _recording(self, what: Literal["nothing", "duals"]) -> Iterator[None]:
         """Inside, record nothing, since checkpointed layers run again; or calls of dual numbers."""
         before, self._what = self._what, what
         try:
@@ -116,17 +119,14 @@ class Recorder:
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
-        """Inside, what checkpoints run again saves what it saved before; it is not recorded."""
-        is_on = self._hooks.are_on
+        # What runs again saves what it saved before; it is not recorded.
         seen = self._calls, self._problem, self._unseen
-        self.drop()
-        self.put_on()
+        self._forget()
         try:
-            yield
+            with self._hooks.on():
+                yield
         finally:
             self._calls, self._problem, self._unseen = seen
-            if not is_on:
-                self.take_off()
 
     def _watch(
         self,
@@ -153,7 +153,7 @@ class Recorder:
             inputs = [x if self._what == "duals" else x.detach() for x in args]
             kept, edge = self._keeps(inputs, output), get_gradient_edge(output)
             call = Call(rule, layer, kept, edge, folding=folding_in_force(), name=name)
-            call.owners = self.owners
+            call.owners = self._owners
             self._calls.append(call)
 
     def _is_exchanged(self, layer: nn.Module) -> bool:
@@ -161,25 +161,25 @@ class Recorder:
         held = self._held[layer]
         if self._what == "duals" or _are_same(layer._parameters.values(), held):
             return False
-        self.whole.look(layer)  # the whole parameters may be there, in the places of shards
-        return not _are_same(map(self.whole.trained, layer._parameters.values()), held)
+        self._whole.look(layer)  # the whole parameters may be there, in the places of shards
+        return not _are_same(map(self._whole.trained, layer._parameters.values()), held)
 
-    def used_by(self, call: Call) -> set[int]:
+    def used_by(self, call: Call) -> Sequence[int]:
         """Return the parameters that a call uses, by ``id``."""
-        return set(self._used[call.layer])
+        return self._used[call.layer]
 
-    def outputs(self) -> set[Any]:
-        """Return the graph nodes of the outputs of all calls so far."""
+    def outputs_of_layers(self) -> set[Any]:
         return {call.edge.node for call in self._calls} | self._unseen.keys()
 
-    def take(self, loss: Tensor) -> list[Call]:
+    def calls_of(self, loss: Tensor) -> list[Call]:
         """Hand over the recorded calls that the loss depends on; refuse all else that it depends on."""
-        calls, problem, unseen, outputs = self._calls, self._problem, self._unseen, self.outputs()
-        self.drop()
+        calls, problem, unseen = self._calls, self._problem, self._unseen
+        outputs = self.outputs_of_layers()
+        self._forget()
         if problem is not None:
             raise problem
         graph = survey(loss.grad_fn, outputs)
-        self.whole.refuse_unknown(graph.leaves, self._known)
+        self._whole.refuse_unknown(graph.leaves, self._known)
         is_told = any(call.folding is not None for call in calls)
         if not is_told and any(map(changes_order, graph.choosing)):
             raise UnsupportedModelError(_OTHER_ORDER, topic="rows-and-records")
@@ -195,7 +195,7 @@ class Recorder:
         """Refuse trained parameters that have more or fewer uses in a graph than recorded calls."""
         recorded = Counter([key for call in calls for key in self._used[call.layer]])
         # Fewer uses than calls: a call used another tensor in the parameter's place.
-        uses = self.whole.translated(graph.uses)
+        uses = self._whole.translated(graph.uses)
         missing = [id(param) for param in self._params if uses[id(param)] != recorded[id(param)]]
         if missing:
             raise UncoveredParameterError([self._param_names[key] for key in missing])
@@ -235,48 +235,6 @@ def _rules_of_layers(
     return found
 
 
-class AbstractLayerEngine(AbstractGradientEngine):
-    """An engine that sees a model through a :class:`Recorder`, which ``attach`` makes."""
-
-    keeps_compiled = True
-
-    def __init__(self) -> None:
-        self._recorder: Recorder | None = None
-
-    @property
-    def _attached(self) -> Recorder:
-        if self._recorder is None:
-            raise RefusedRun(
-                "The engine watches no model: attach() must come first.", topic="out-of-order"
-            )
-        return self._recorder
-
-    def run(self, forward: Forward, batch: SampleBatch, around: Around | None = None) -> Any:
-        self._attached.owners = batch.owners
-        return super().run(forward, batch, around)
-
-    def outputs_of_layers(self) -> Collection[Any]:
-        return self._attached.outputs()
-
-    def drop(self) -> None:
-        super().drop()
-        if self._recorder is not None:
-            self._recorder.drop()
-
-    def rest(self) -> None:
-        if self._recorder is not None:
-            self._recorder.take_off()
-
-    def wake(self) -> None:
-        if self._recorder is not None:
-            self._recorder.put_on()
-
-    def detach(self) -> None:
-        self.rest()
-        self.drop()  # the recorder's hooks know it, so that it is freed late
-        self._recorder = None
-
-
 class LayerCalls(AbstractLayerEngine):
     """One backward pass for the gradients of layer outputs only; the rest is book-keeping.
 
@@ -295,58 +253,38 @@ class LayerCalls(AbstractLayerEngine):
 
     Bu, Wang, Zha and Karypis, Differentially Private Optimization on Large Model at Small Cost
     (2023, arXiv:2210.00038), with the graph cut at the layers' outputs.
-
-    Args:
-        units: layers of no known type run again for each record: in copies of sharded models.
     """
 
     name = "layers"
     has_products = True
-
-    def __init__(self, *, units: bool = False) -> None:
-        super().__init__()
-        self._units = units
-        self._module: nn.Module | None = None
-        self._params: Sequence[nn.Parameter] = ()
-        self._memory = ScratchPool()
-
-    def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-        self.detach()
-        self._recorder = Recorder(module, params, units=self._units)
-        self._module, self._params = module, params
+    takes_shards = True
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
-        whole = self._attached.whole
-        sums = CallSums(self._params, self._memory, combined=combined, trained=whole.trained)
+        trained = self._whole.trained
+        sums = CallSums(self._params, self._memory, combined=combined, trained=trained)
         self._go_back(loss, sums, keep_graph=keep_graph)
 
     def _go_back(
         self, loss: Tensor, sums: CallSums, *, keep_graph: bool = False, along: bool = False
     ) -> None:
         self._found = None
-        calls = self._attached.take(loss)
+        calls = self.calls_of(loss)
 
         def done(call: Call, gradient: Tensor | None) -> None:
             with as_unsupported(call.name, call.layer):
                 sums.take(call, gradient)
 
-        with self._attached.recording("nothing"):
+        with self._recording("nothing"):
             go_back(loss, calls, done, keep_graph=keep_graph, along=along)
         self._found = sums.gradients
 
     def along(
         self, run_again: Callable[[], Tensor], direction: Tensor, weights: tuple[float, float]
     ) -> AbstractPerSampleGradients:
-        assert self._module is not None
-
         def run(duals: Sequence[Tensor]) -> None:
             sums = DualSums(self._params, self._memory, duals, weights)
             self._go_back(run_again(), sums, along=True)
 
-        with self._attached.recording("duals"):
+        with self._recording("duals"):
             run_along(self._module, self._params, direction, run)
         return self.take(1.0)
-
-    def detach(self) -> None:
-        super().detach()
-        self._module, self._params, self._memory = None, (), ScratchPool()

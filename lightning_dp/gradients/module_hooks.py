@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -47,9 +48,9 @@ class _Hook:
 
 
 class ModuleHooks:
-    """Hooks of an engine, which can be taken off and put on again.
+    """Hooks of an engine, which are on the modules for a while.
 
-    - Each fires for the module that it was registered on, and for no shallow copy of it.
+    - Each fires for the module that it was added for, and for no shallow copy of it.
     - A deep copy or a pickle of the module, made while they are on, has hooks that do nothing; from
       a deep copy they are removed when these hooks are taken off.
 
@@ -57,8 +58,8 @@ class ModuleHooks:
         >>> import copy
         >>> layer, hooks, seen = nn.Linear(2, 2), ModuleHooks(), []
         >>> hooks.add(layer, layer.register_forward_pre_hook, lambda module, args: seen.append(module))
-        >>> twin = copy.deepcopy(layer)
-        >>> hooks.take_off()
+        >>> with hooks.on():
+        ...     twin = copy.deepcopy(layer)
         >>> len(twin._forward_pre_hooks), len(layer._forward_pre_hooks)
         (0, 0)
     """
@@ -66,29 +67,29 @@ class ModuleHooks:
     def __init__(self) -> None:
         self._hooks: list[tuple[_Hook, Register]] = []
         self._copies: list[RemovableHandle] = []
+        self._are_on = False
 
     def add(self, owner: nn.Module, register: Register, function: Callable[..., Any]) -> None:
-        """Register a function as a hook of a module, by the method that registers its kind."""
-        hook = _Hook(owner, function, self._copies)
-        hook.handle = register(hook)
-        self._hooks.append((hook, register))
+        """Add a function as a hook of a module, by the method that registers its kind."""
+        self._hooks.append((_Hook(owner, function, self._copies), register))
 
-    @property
-    def are_on(self) -> bool:
-        """True if they are registered."""
-        return any(hook.handle is not None for hook, _ in self._hooks)
-
-    def put_on(self) -> None:
-        """Register those that are not."""
-        for hook, register in self._hooks:
-            if hook.handle is None:
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Inside, they are registered; they stay so to the end of the outermost of these contexts."""
+        if self._are_on:
+            yield
+            return
+        self._are_on = True
+        try:
+            for hook, register in self._hooks:
                 hook.handle = register(hook)
-
-    def take_off(self) -> None:
-        """Leave the modules, and all copies that were made of them, without these hooks."""
-        handles = [hook.handle for hook, _ in self._hooks if hook.handle is not None]
-        for handle in (*handles, *self._copies):
-            handle.remove()
-        for hook, _ in self._hooks:
-            hook.handle = None
-        self._copies.clear()
+            yield
+        finally:
+            for hook, _ in self._hooks:
+                if hook.handle is not None:
+                    hook.handle.remove()
+                    hook.handle = None
+            for handle in self._copies:
+                handle.remove()
+            self._copies.clear()
+            self._are_on = False

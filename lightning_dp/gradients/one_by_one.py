@@ -43,14 +43,11 @@ class OneByOne(AbstractGradientEngine):
     one_record = True
     isolates = True
 
-    def __init__(self) -> None:
-        self._params: tuple[nn.Parameter, ...] = ()
+    def __init__(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
+        super().__init__(module, params)
         self._along: tuple[Tensor, tuple[float, float]] | None = None
         self._rows: Tensor | None = None  # of several records, and their losses
         self._losses: Tensor | None = None
-
-    def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-        self._params = tuple(params)
 
     def run(self, forward: Forward, batch: SampleBatch, around: Around | None = None) -> Any:
         self.drop()
@@ -146,7 +143,3 @@ class OneByOne(AbstractGradientEngine):
 
     def drop(self) -> None:
         self._rows = self._losses = self._found = None
-
-    def detach(self) -> None:
-        self.drop()
-        self._params = ()

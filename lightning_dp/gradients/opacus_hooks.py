@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from functools import partial
 from typing import Any
@@ -111,25 +111,25 @@ class OpacusHooks(AbstractGradientEngine):
 
     name = "hooks"
 
-    def __init__(self) -> None:
-        self._opacus, self._params = _Hooks(nn.Module()), dict[str, nn.Parameter]()
-
-    def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-        self.detach()
+    def __init__(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
+        super().__init__(module, params)
         _refuse_layers(module)
         refuse_complex(module, params)
-        self._opacus, trained = _Hooks(module), set(params)
-        self._params = {name: p for name, p in module.named_parameters() if p in trained}
+        names = {param: name for name, param in module.named_parameters()}
+        self._opacus, self._names = _Hooks(module), [names[param] for param in params]
+
+    def watching(self) -> AbstractContextManager[None]:
+        return self._opacus.hooks.on()
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
-        opacus, params = self._opacus, list(self._params.values())
+        opacus, params = self._opacus, self._params
         opacus.is_live, opacus.rows = True, []
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Full backward hook is firing")
                 plain = torch.autograd.grad(loss, params, None, keep_graph, allow_unused=True)
             rows = [opacus.kept[param].get("grad_sample") for param in params]
-            pairs = dict(zip(self._params, zip(rows, plain, strict=True), strict=True))
+            pairs = dict(zip(self._names, zip(rows, plain, strict=True), strict=True))
             self._found = partial(self._checked, pairs)
         finally:
             opacus.is_live, opacus.kept = False, _copied(opacus.fresh)
@@ -141,22 +141,11 @@ class OpacusHooks(AbstractGradientEngine):
             raise UncoveredParameterError(missing)
         if number_of_records(self._opacus.rows):
             _refuse_wrong_means(used)
-        params, rows = list(self._params.values()), [rows for rows, _ in found.values()]
-        return MaterialisedGradients(params, rows, scale)
+        return MaterialisedGradients(self._params, [rows for rows, _ in found.values()], scale)
 
     def drop(self) -> None:
         super().drop()
         self._opacus.kept = _copied(self._opacus.fresh)
-
-    def rest(self) -> None:
-        self._opacus.hooks.take_off()
-
-    def wake(self) -> None:
-        self._opacus.hooks.put_on()
-
-    def detach(self) -> None:
-        self.rest()
-        self._opacus, self._params, self._found = _Hooks(nn.Module()), {}, None
 
 
 def _copied(kept: Mapping[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:

@@ -264,38 +264,25 @@ class RecordPasses:
         self._quietly, self._again, self._wrap = quietly, again, wrap
         self._checks_graph, self._loss_scale = loss_graph_check, loss_scale
         self._rows, self._factor = 1, 1.0  # of the latest pass
-        self.engine = self._attached()
-        """The engine in use, whose hooks are on the model while it runs forward, and not else."""
+        self.go_on()
         others = {id(param) for param in public}
         watched = ((n, p) for n, p in module.named_parameters() if id(p) not in others)
-        try:
-            self._raw = RawGradientGuard(watched)
-        except Exception:
-            self.engine.detach()
-            raise
+        self._raw = RawGradientGuard(watched)
 
-    def _attached(self) -> AbstractGradientEngine:
-        engine = self._choice.attach(self._module, self._params)
+    def go_on(self) -> None:
+        """Go on with the engine that the choice has come to."""
+        engine = self._choice.make(self._module, self._params)
         engine.loss_scale = self._loss_scale
-        engine.rest()
         self._compiled = CompiledParts(
             self._module, self._params, keeps_frozen=engine.keeps_compiled
         )
-        return self._wrap(engine)
+        self.engine = self._wrap(engine)
+        """The engine in use, whose hooks are on the model while it runs forward, and not else."""
 
     def detach(self) -> None:
         """Leave the model as it was."""
-        self.engine.detach()
+        self.engine.drop()
         self._raw.remove()
-
-    @contextmanager
-    def without_engine(self) -> Iterator[None]:
-        """Leave the model without the engine, inside; the guard stays, and a new engine comes."""
-        self.engine.detach()
-        try:
-            yield
-        finally:
-            self.engine = self._attached()
 
     # -- the engine in use -------------------------------------------------------------------------
 
@@ -323,8 +310,7 @@ class RecordPasses:
         if not self._choice.fall(reason):
             is_told = isinstance(reason, CoupledLossError | OtherRowsError)
             raise reason if is_told else self._choice.refusal(reason)
-        self.engine.detach()
-        self.engine = self._attached()
+        self.go_on()
 
     # -- the parts of a pass -----------------------------------------------------------------------
 
@@ -337,7 +323,7 @@ class RecordPasses:
         owners: RowOwners | None = None,
     ) -> Any:
         """Run a forward pass of a batch of ``size`` rows, of these units, under the engine."""
-        with self._watching():
+        with self.as_written():
             output = self.engine.run(forward, self._batch(batch, size, owners), around)
         if self.engine.one_record:  # which goes back at once, where there are several
             self._refuse_inside()
@@ -346,15 +332,6 @@ class RecordPasses:
     def _batch(self, batch: Any, size: int, owners: RowOwners | None) -> SampleBatch:
         self._rows = max(1, size)
         return SampleBatch(batch, size, self._choice.layout or DEFAULT_LAYOUT, owners)
-
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        with self.as_written():
-            self.engine.wake()
-            try:
-                yield
-            finally:
-                self.engine.rest()
 
     def as_written(self) -> AbstractContextManager[None]:
         """Let compiled parts that the engine must see run their own code, inside.
@@ -576,7 +553,7 @@ class RecordPasses:
 
         unit = self._scale_of_mean
         weights = each.gradient / unit, each.product / unit
-        with as_written(), self._watching():
+        with as_written():
             return self.engine.along(run_again, direction, weights)
 
     def _at(self, point: Tensor | None) -> AbstractContextManager[None]:

@@ -425,7 +425,7 @@ class Call:
 
 
 def watch_calls(module: nn.Module, calls: list[Call]) -> ModuleHooks:
-    """Note every call of every module, until the hooks are taken off."""
+    """Return hooks that note every call of every module while they are on."""
 
     def tensors(values: Any) -> list[Tensor]:
         if isinstance(values, Mapping):

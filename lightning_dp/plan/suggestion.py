@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_dp._validate import optional, positive, whole
 from lightning_dp.accounting.base import Relation
@@ -385,40 +384,3 @@ def _choice(found: Suggestion, layer_inputs: int) -> Iterator[str]:
         yield f"why: the fewest epochs (1, 2, 4, ...) in which a batch size has {LEAST_STEPS} steps"
         yield f"  and at most {ENOUGH} times the noise of full batches; the smallest such batch, for the"
         yield "  most steps. Down a column there is less noise, and there are fewer steps to learn in."
-
-
-_COLUMNS_OF_JSON = (
-    *("batch_size", "epochs", "steps", "sample_rate", "noise_multiplier"),
-    *("noise_batch_ratio", "noise_of_the_run", "excess"),
-)
-
-
-def as_dict(
-    found: Suggestion,
-    *,
-    num_parameters: int | None = None,
-    layer_inputs: int = 256,
-    yours: TrainingPlan | None = None,
-) -> dict[str, Any]:
-    """Return the content of :func:`text` as plain data, of all plans."""
-    best, speed = found.best, found.records_per_second
-
-    def plain(plan: TrainingPlan) -> dict[str, Any]:
-        seconds = None if speed is None else plan.seconds(speed)
-        return {**{name: getattr(plan, name) for name in _COLUMNS_OF_JSON}, "seconds": seconds}
-
-    names = ("num_records", "target_epsilon", "target_delta", "relation")
-    return {
-        **{name: getattr(best, name) for name in names},
-        "noise": "independent",
-        "records_per_second": speed,
-        "seconds": found.seconds,
-        "is_short_of_time": found.is_short_of_time,
-        "best": {
-            **plain(best),
-            "noise_length": None if num_parameters is None else best.noise_length(num_parameters),
-            "learning_rate_adam": rounded(learning_rate(best, math.sqrt(2 / layer_inputs))),
-        },
-        "yours": None if yours is None else plain(yours),
-        "plans": [plain(plan) for row in found.table for plan in row],
-    }

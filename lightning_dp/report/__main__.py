@@ -210,8 +210,8 @@ def _find_in_folder(folder: Path, options: argparse.Namespace) -> _Findings:
         check(document, options.journal or find_journal(document.journal, folder))
         for document in documents
     ]
-    spoken_of = {each.journal.resolve() for each in checked if each.journal is not None}
-    rest = [path for path in journals if path.resolve() not in spoken_of]
+    of_documents = {each.journal.resolve() for each in checked if each.journal is not None}
+    rest = [path for path in journals if path.resolve() not in of_documents]
     if not (checked or rest or problems or notes):
         raise ValueError(f"{folder} holds no checkpoint, report or journal.")
     alone, others = [], []

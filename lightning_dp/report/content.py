@@ -30,7 +30,7 @@ from lightning_dp.accounting.events import (
     sampled_gaussian,
 )
 from lightning_dp.accounting.journal import Charges
-from lightning_dp.accounting.pld import EnvelopeAccountant, TradeOff, up_to
+from lightning_dp.accounting.pld import EnvelopeAccountant, TradeOff, trade_off_up_to
 from lightning_dp.accounting.rdp import OneOrderAccountant
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class PrivacyReport:
             return f"VOIDED, NOT PRIVATE ({reason})"
         return f"NOT PRIVATE ({'a seed was set' if self.seeded else 'no noise'})"
 
-    def known_accountant(self) -> AbstractAccountant | None:
+    def find_accountant(self) -> AbstractAccountant | None:
         """Return the accountant of this package that the report names; None if it names another."""
         for kind in _ACCOUNTANTS:
             if kind().name == self.accountant:
@@ -193,7 +193,7 @@ class PrivacyReport:
         Then it moves the sum by 1.05 C, on which noise z·C has the noise multiplier z / 1.05.
         """
         history = [(_with_less_noise(event), count) for event, count in self.history()]
-        accountant = self.known_accountant() or PLDAccountant()
+        accountant = self.find_accountant() or PLDAccountant()
         return accountant.epsilon(history, self.delta, self.relation)
 
     # -- as data ---------------------------------------------------------------------------
@@ -300,7 +300,7 @@ class PrivacyReport:
             self.events,
             delta=self.delta,
             relation=self.relation,
-            accountant=self.known_accountant() or PLDAccountant(),
+            accountant=self.find_accountant() or PLDAccountant(),
             budget=self.target_epsilon,
             claim=self.epsilon if self.claims_budget else None,
             title=self.why_not_private,
@@ -464,8 +464,8 @@ class Page:
         if only_the_pair or not math.isfinite(epsilon):
             tests = TradeOff((pair,))
         else:
-            judge = report.known_accountant() or PLDAccountant()
-            tests = up_to(pair, history, report.relation, judge)
+            judge = report.find_accountant() or PLDAccountant()
+            tests = trade_off_up_to(pair, history, report.relation, judge)
         return {"epsilon": epsilon, "spent": spent, "why": why, "tests": tests}
 
     @property
@@ -524,7 +524,7 @@ def _environment(form: str) -> Environment:
 
     def flow(value: object) -> Markup:
         """Return a text of several lines as one line."""
-        return Markup(" ".join(safe(value).split()))
+        return Markup(" ".join(str(safe(value)).split()))  # a Markup splits slowly
 
     def paragraphs(text: Markup) -> Markup:
         """Mark up what blank lines separate, except for lists and tables."""

@@ -323,7 +323,7 @@ def check(document: Document, journal: Path | None) -> CheckedDocument:
         journal: where its journal is now.
     """
     report, events, kind = document.report, document.events, document.kind
-    named = None if report is None else report.known_accountant()
+    named = None if report is None else report.find_accountant()
     accountant = PLDAccountant() if named is None else named
     epsilon = _claim(document, events, accountant)
     problems = [*_against_its_events(document, epsilon, has_its_accountant=named is not None)]

@@ -1,6 +1,6 @@
 """The report of a run, and the cost of other trainings on the same records or weights.
 
-A model that was trained before is recognised by its modules and by hashes of its weights.
+A model that was trained before is recognised by hashes of its weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import python_version
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -195,8 +194,8 @@ def _version(name: str) -> str:
 
 def at_start(found: Neighbours, folder: Path | None, run: PrivateRun) -> str:
     """Return the line about other journals in the folder, before the first step."""
-    lines = [f"privacy: {_many(found)} in {folder}."]
-    counted, left_out = _divided(found, folder, run)
+    lines = [f"privacy: {_number_of(found)} in {folder}."]
+    counted, left_out = _split(found, folder, run)
     if counted:
         try:
             lines.append(f"If of the same records: {with_whole_plan(union(counted), run)}")
@@ -225,13 +224,13 @@ def at_end(run: PrivateRun) -> str | None:
     path = run.ledger.journal_path
     if path is None:
         return None
-    found = neighbours(path.parent, run.ledger.id, frozenset())
+    found = neighbours(path.parent, run.ledger.id)
     if not found.count:
         return None
-    lines = [f"privacy: {_many(found)} in {path.parent}."]
-    counted, left_out = _divided(found, path.parent, run)
+    lines = [f"privacy: {_number_of(found)} in {path.parent}."]
+    counted, left_out = _split(found, path.parent, run)
     if counted:
-        lines = [f"privacy: with {_many(found)} in {path.parent}"]
+        lines = [f"privacy: with {_number_of(found)} in {path.parent}"]
         try:
             lines.append(f"(if of the same records): {_total(_not_of(run, union(counted)), run)}")
         except (JournalError, ValueError) as error:
@@ -260,11 +259,11 @@ def _not_of(run: PrivateRun, others: Charges) -> Charges:
     )
 
 
-def _many(found: Neighbours) -> str:
+def _number_of(found: Neighbours) -> str:
     return "another journal" if found.count == 1 else f"{found.count} other journals"
 
 
-def _divided(
+def _split(
     found: Neighbours, folder: Path | None, run: PrivateRun
 ) -> tuple[list[JournalContent], list[str]]:
     """Return the journals of the sum, and sentences about the others."""
@@ -306,21 +305,13 @@ def _at(run: PrivateRun) -> str:
 # -- earlier trainings of the model --------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Trained:
-    """A ledger that trained a module, and the weights that it began with."""
-
-    ledger: Ledger
-    before: frozenset[str]
-
-
 @dataclass
 class _Process:
     """The trainings of this process."""
 
-    modules: WeakKeyDictionary[nn.Module, list[_Trained]] = field(default_factory=WeakKeyDictionary)
     ledgers: dict[str, Ledger] = field(default_factory=dict)  # that released weights
-    said: set[tuple[str, str]] = field(default_factory=set)
+    earlier: dict[str, list[Ledger]] = field(default_factory=dict)  # whose weights each began with
+    warned: set[tuple[str, str]] = field(default_factory=set)
 
 
 _process = _Process()
@@ -329,10 +320,8 @@ _process = _Process()
 class EarlierTraining:
     """Warns at the start of a fit if another ledger trained the model, and recognises the model later.
 
-    A model is known by its modules (the same object, or another one around the same parts), and by
-    the weights that a ledger released: those of copies, of loaded checkpoints, and, by the journals
-    in the folder, of other processes. Weights that are what they were before the other
-    training are nobody's.
+    A model is known by the weights that a ledger released, whatever object holds them: a copy, one around
+    the same parts, a loaded checkpoint, and, by the journals in the folder, those of other processes.
 
     Args:
         module: the model.
@@ -354,19 +343,17 @@ class EarlierTraining:
         """
         run = self._run
         self._before = frozenset(fingerprints(self._module.parameters()))
-        others = {each.ledger.id: each.ledger for each in self._of_modules()}
+        others: list[Ledger] = []
         found = Neighbours()
         if not run.steps:  # one that goes on has its own weights
-            others |= {
-                ledger.id: ledger
-                for ledger in _process.ledgers.values()
-                if not ledger.weights.isdisjoint(self._before)
-            }
+            ledgers = [each for each in _process.ledgers.values() if each.id != run.ledger.id]
+            others = [each for each in ledgers if not each.weights.isdisjoint(self._before)]
+            others += [each for known in others for each in _process.earlier.get(known.id, ())]
+            _process.earlier[run.ledger.id] = others
             if folder is not None:
-                found = neighbours(folder, run.ledger.id, self._before)
-        others.pop(run.ledger.id, None)
-        self._remember()
-        self._say_trained_before(others, found)
+                found = neighbours(folder, run.ledger.id)
+        same = [each for each in found.written if not each.weights.isdisjoint(self._before)]
+        self._warn_trained_before(others, same)
         return at_start(found, folder, run) if found.count else None
 
     def released(self, tensors: Mapping[str, object] | None = None) -> None:
@@ -382,34 +369,15 @@ class EarlierTraining:
         ledger.note_weights(some_of(new))
         _process.ledgers[ledger.id] = ledger
 
-    def _of_modules(self) -> list[_Trained]:
-        """Return who trained parts of the model in this process, unless they are as they were before."""
-        return [
-            trained
-            for part in self._module.modules()
-            for trained in _process.modules.get(part, [])
-            if trained.ledger.steps
-            and not trained.before.issuperset(fingerprints(part.parameters(recurse=False)))
-        ]
-
-    def _remember(self) -> None:
-        ledger = self._run.ledger
-        for part in self._module.modules():
-            if any(param.requires_grad for param in part.parameters(recurse=False)):
-                known = _process.modules.get(part, [])
-                same = [each for each in known if each.ledger.id == ledger.id]
-                before = same[0].before if same else self._before
-                others = [each for each in known if each.ledger.id != ledger.id]
-                _process.modules[part] = [*others, _Trained(ledger, before)]
-
-    def _say_trained_before(self, others: Mapping[str, Ledger], found: Neighbours) -> None:
-        run, names = self._run, {*others, *(each.ledger_id for each in found.trained)}
-        names = {name for name in names if (run.ledger.id, name) not in _process.said}
+    def _warn_trained_before(self, others: Sequence[Ledger], written: list[JournalContent]) -> None:
+        run = self._run
+        names = {*(each.id for each in others), *(each.ledger_id for each in written)}
+        names = {name for name in names if (run.ledger.id, name) not in _process.warned}
         if not names:
             return
         try:
-            together = union(found.trained)
-            for each in others.values():
+            together = union(written)
+            for each in others:
                 together.merge(each.runs)
             spent = with_whole_plan(together, run)
         except JournalError as error:
@@ -423,7 +391,7 @@ class EarlierTraining:
             "(If it saw other records, or was initialised again since, each claim holds as it is.)",
             topic="earlier-training",
         )
-        _process.said.update((run.ledger.id, name) for name in names)
+        _process.warned.update((run.ledger.id, name) for name in names)
 
 
 _SAMPLE = 4096  # entries of a tensor that are looked at

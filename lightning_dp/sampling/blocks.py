@@ -6,9 +6,10 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.random import Generator
 from numpy.typing import NDArray
 
 from lightning_dp._refusals import RefusedRun, RefusedSetting
@@ -22,12 +23,35 @@ from lightning_dp.accounting.events import (
 from lightning_dp.noise import AbstractNoise, IndependentNoise
 from lightning_dp.sampling.schemes import AbstractSampling, BatchPlan, Poisson
 
-__all__ = ["AbstractBlockSampling", "CyclicPoisson", "Draw", "FixedOrder", "RandomAllocation"]
+__all__ = [
+    "AbstractBlockSampling",
+    "CyclicPoisson",
+    "Draw",
+    "FixedOrder",
+    "RandomAllocation",
+    "Window",
+]
 
 _EPOCHS = 4  # of which the allocation is there: loaders read ahead, and begin again
 
-Draw: TypeAlias = Callable[[int, float, np.random.Generator], NDArray[np.int64]]
+Draw: TypeAlias = Callable[[int, float, Generator], NDArray[np.int64]]
 """Positions in a shard, from the step of the run, q, and fresh randomness."""
+
+
+class Window(NamedTuple):
+    """The steps in a row that one charge covers.
+
+    Args:
+        noise: with its coefficients.
+        number: of the charge in its block; 0 is the first one.
+        length: as :meth:`AbstractBlockSampling.window`.
+        steps: that are covered, at most ``length``.
+    """
+
+    noise: AbstractNoise
+    number: int
+    length: int
+    steps: int
 
 
 class AbstractBlockSampling(AbstractSampling):
@@ -44,52 +68,31 @@ class AbstractBlockSampling(AbstractSampling):
         """Return the number of steps that one charge covers."""
 
     @abstractmethod
-    def charge(
-        self,
-        noise_multiplier: float,
-        sample_rate: float,
-        *,
-        noise: AbstractNoise,
-        number: int,
-        window: int,
-        steps: int,
-    ) -> AbstractEvent:
+    def charge(self, noise_multiplier: float, sample_rate: float, window: Window) -> AbstractEvent:
         """Return the event of a charge.
 
         Args:
             noise_multiplier: z of each step.
             sample_rate: q, expected batch size over records.
-            noise: with its coefficients.
-            number: of the charge in its block; 0 is the first one.
-            window: as :meth:`window`.
-            steps: that it covers, at most ``window``.
+            window: that it covers.
         """
 
     @abstractmethod
-    def begin(
-        self,
-        batches: BatchPlan,
-        rank: int,
-        world_size: int,
-        rng: np.random.Generator,
-        start: int = 0,
-    ) -> Draw:
+    def begin(self, batches: BatchPlan, shard: range, rng: Generator, start: int = 0) -> Draw:
         """Return what draws the batches of a new block. It is secret, and is not saved.
 
         Args:
-            batches, rank, world_size: of the run.
+            batches: of the run.
+            shard: the records of this process, one of each ``step`` of the range.
             rng: of the block.
             start: the step of the run with which it begins.
         """
 
     def event(self, noise_multiplier: float, sample_rate: float) -> AbstractEvent:
         """Return the event of a block of one step."""
-        noise = IndependentNoise()
-        return self.charge(noise_multiplier, sample_rate, noise=noise, number=0, window=1, steps=1)
+        return self.charge(noise_multiplier, sample_rate, Window(IndependentNoise(), 0, 1, 1))
 
-    def draw(
-        self, shard_size: int, sample_rate: float, rng: np.random.Generator
-    ) -> NDArray[np.int64]:
+    def draw(self, shard_size: int, sample_rate: float, rng: Generator) -> NDArray[np.int64]:
         """Refuse to draw a batch by itself."""
         raise RefusedSetting(
             f"{self} has batches that depend on each other, so none is drawn by itself. Use it with a "
@@ -130,10 +133,6 @@ class CyclicPoisson(AbstractBlockSampling):
         normalise(self, whole, "bands")
 
     @property
-    def follows_loader(self) -> bool:
-        return True
-
-    @property
     def separation(self) -> float:
         return self.bands
 
@@ -150,31 +149,14 @@ class CyclicPoisson(AbstractBlockSampling):
     def window(self, batches: BatchPlan) -> int:
         return self.bands
 
-    def charge(
-        self,
-        noise_multiplier: float,
-        sample_rate: float,
-        *,
-        noise: AbstractNoise,
-        number: int,
-        window: int,
-        steps: int,
-    ) -> AbstractEvent:
-        return CyclicRound(noise_multiplier, min(1.0, self.bands * sample_rate), steps)
+    def charge(self, noise_multiplier: float, sample_rate: float, window: Window) -> AbstractEvent:
+        return CyclicRound(noise_multiplier, min(1.0, self.bands * sample_rate), window.steps)
 
-    def begin(
-        self,
-        batches: BatchPlan,
-        rank: int,
-        world_size: int,
-        rng: np.random.Generator,
-        start: int = 0,
-    ) -> Draw:
-        shard_size = len(range(rank, batches.num_records, world_size))
-        part_of = rng.integers(self.bands, size=shard_size)
+    def begin(self, batches: BatchPlan, shard: range, rng: Generator, start: int = 0) -> Draw:
+        part_of = rng.integers(self.bands, size=len(shard))
         parts = [np.flatnonzero(part_of == part) for part in range(self.bands)]
 
-        def draw(step: int, rate: float, rng: np.random.Generator) -> NDArray[np.int64]:
+        def draw(step: int, rate: float, rng: Generator) -> NDArray[np.int64]:
             part = parts[step % self.bands]
             return part[Poisson().draw(len(part), min(1.0, self.bands * rate), rng)]
 
@@ -203,41 +185,20 @@ class RandomAllocation(AbstractBlockSampling):
 
     has_pairs: ClassVar[bool] = False
 
-    @property
-    def follows_loader(self) -> bool:
-        return True
-
     def adapt(self, plan: BatchPlan, world_size: int) -> BatchPlan:
         return replace(plan, sample_rate=1 / plan.steps_per_epoch)
 
     def window(self, batches: BatchPlan) -> int:
         return batches.steps_per_epoch
 
-    def charge(
-        self,
-        noise_multiplier: float,
-        sample_rate: float,
-        *,
-        noise: AbstractNoise,
-        number: int,
-        window: int,
-        steps: int,
-    ) -> AbstractEvent:
-        return RandomAllocationEpoch(noise_multiplier, window, steps)
+    def charge(self, noise_multiplier: float, sample_rate: float, window: Window) -> AbstractEvent:
+        return RandomAllocationEpoch(noise_multiplier, window.length, window.steps)
 
-    def begin(
-        self,
-        batches: BatchPlan,
-        rank: int,
-        world_size: int,
-        rng: np.random.Generator,
-        start: int = 0,
-    ) -> Draw:
-        shard_size = len(range(rank, batches.num_records, world_size))
+    def begin(self, batches: BatchPlan, shard: range, rng: Generator, start: int = 0) -> Draw:
         steps, latest = batches.steps_per_epoch, -1
         places: dict[int, NDArray[np.int32]] = {}  # of the records in the latest epochs
 
-        def draw(step: int, rate: float, of_step: np.random.Generator) -> NDArray[np.int64]:
+        def draw(step: int, rate: float, of_step: Generator) -> NDArray[np.int64]:
             nonlocal latest
             epoch, place = divmod(step - start, steps)
             if epoch not in places:
@@ -247,7 +208,7 @@ class RandomAllocation(AbstractBlockSampling):
                         topic="out-of-order",
                     )
                 latest = epoch
-                places[epoch] = rng.integers(steps, size=shard_size, dtype=np.int32)
+                places[epoch] = rng.integers(steps, size=len(shard), dtype=np.int32)
                 places.pop(epoch - _EPOCHS, None)
             return np.flatnonzero(places[epoch] == place)
 
@@ -286,10 +247,6 @@ class FixedOrder(AbstractBlockSampling):
         normalise(self, flag, "shuffle")
 
     @property
-    def follows_loader(self) -> bool:
-        return True
-
-    @property
     def separation(self) -> float:
         return math.inf  # the charge counts the rows that columns share
 
@@ -315,36 +272,18 @@ class FixedOrder(AbstractBlockSampling):
     def window(self, batches: BatchPlan) -> int:
         return batches.steps_per_epoch
 
-    def charge(
-        self,
-        noise_multiplier: float,
-        sample_rate: float,
-        *,
-        noise: AbstractNoise,
-        number: int,
-        window: int,
-        steps: int,
-    ) -> AbstractEvent:
-        return FixedOrderPass(noise_multiplier / math.sqrt(noise.cost(number, window)), steps)
+    def charge(self, noise_multiplier: float, sample_rate: float, window: Window) -> AbstractEvent:
+        cost = window.noise.cost(window.number, window.length)
+        return FixedOrderPass(noise_multiplier / math.sqrt(cost), window.steps)
 
-    def begin(
-        self,
-        batches: BatchPlan,
-        rank: int,
-        world_size: int,
-        rng: np.random.Generator,
-        start: int = 0,
-    ) -> Draw:
-        shard_size, passes = (
-            len(range(rank, batches.num_records, world_size)),
-            batches.steps_per_epoch,
-        )
-        order = rng.permutation(shard_size) if self.shuffle else np.arange(shard_size)
-        size = round(batches.expected_batch_size / world_size)
+    def begin(self, batches: BatchPlan, shard: range, rng: Generator, start: int = 0) -> Draw:
+        passes = batches.steps_per_epoch
+        order = rng.permutation(len(shard)) if self.shuffle else np.arange(len(shard))
+        size = round(batches.expected_batch_size / shard.step)
         if batches.sample_rate == 1:  # a batch may be larger than the training set
-            size = -(-shard_size // passes)
+            size = -(-len(shard) // passes)
 
-        def draw(step: int, rate: float, rng: np.random.Generator) -> NDArray[np.int64]:
+        def draw(step: int, rate: float, rng: Generator) -> NDArray[np.int64]:
             place = step % passes
             return order[place * size : (place + 1) * size]
 

@@ -10,15 +10,12 @@ from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import binom
 
 from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import (
     between,
     normalise,
     number,
-    positive,
-    probability,
     whole,
     whole_from_0,
 )
@@ -36,8 +33,6 @@ __all__ = [
     "Poisson",
     "TruncatedPoisson",
     "check_sizes",
-    "factorisations",
-    "largest_chunk",
 ]
 
 
@@ -130,11 +125,6 @@ class AbstractSampling(ABC):
         """Return the privacy event of one Gaussian query with multiplier z on one such batch."""
 
     @property
-    def follows_loader(self) -> bool:
-        """True if the logical batch is that of the user's loader, so that q follows its batch size."""
-        return False
-
-    @property
     def separation(self) -> float:
         """Steps from one in which a record takes part to the next such one, at least."""
         return 1
@@ -165,10 +155,6 @@ class Poisson(AbstractSampling):
         >>> plan.sample_rate, plan.steps_per_epoch, plan.expected_batch_size
         (0.1, 10, 100.0)
     """
-
-    @property
-    def follows_loader(self) -> bool:
-        return True
 
     def draw(
         self, shard_size: int, sample_rate: float, rng: np.random.Generator
@@ -222,10 +208,6 @@ class TruncatedPoisson(AbstractSampling):
 
     def __post_init__(self) -> None:
         normalise(self, whole, "limit", *(["num_records"] if self.num_records is not None else []))
-
-    @property
-    def follows_loader(self) -> bool:
-        return True
 
     def adapt(self, plan: BatchPlan, world_size: int) -> BatchPlan:
         mean = plan.expected_batch_size / world_size
@@ -301,65 +283,3 @@ class FullBatch(AbstractSampling):
 
     def event(self, noise_multiplier: float, sample_rate: float) -> AbstractEvent:
         return Gaussian(noise_multiplier)
-
-
-def factorisations(logical_batch_size: int) -> list[tuple[int, int]]:
-    """Return all ``(batch_size, accumulate_grad_batches)`` with this product.
-
-    Each gives exactly the same q = batch_size · accumulate_grad_batches · world_size / N.
-
-    Args:
-        logical_batch_size: at least 1; of one process.
-
-    Returns:
-        The pairs, the largest ``batch_size`` first.
-
-    Raises:
-        ValueError: if the size is not a whole number of at least 1.
-
-    Example:
-        >>> factorisations(12)
-        [(12, 1), (6, 2), (4, 3), (3, 4), (2, 6), (1, 12)]
-    """
-    size = whole("logical_batch_size", logical_batch_size)
-    return [(size // each, each) for each in range(1, size + 1) if size % each == 0]
-
-
-def largest_chunk(
-    logical_batch_size: float,
-    accumulate: int,
-    world_size: int,
-    num_records: int,
-    *,
-    relative_rate: float = 1.0,
-    chance: float = 1e-9,
-) -> int:
-    """Return the size that a physical batch exceeds with a small ``chance`` only, at each step.
-
-    A Poisson batch of a process has a binomial number n of records; it is cut into ``accumulate``
-    chunks of at most ⌈n / accumulate⌉.
-
-    Args:
-        logical_batch_size: batch_size · accumulate of one process, its mean.
-        accumulate: chunks of a logical batch.
-        world_size: number of processes.
-        num_records: N over all of them.
-        relative_rate: how much larger than q the largest rate of a step is (restarts of ``Diff2``).
-        chance: the probability, at one step, of a larger one.
-
-    Raises:
-        ValueError: if an argument is out of range or NaN.
-
-    Example:
-        >>> largest_chunk(256, 1, 1, 60_000), largest_chunk(256, 8, 1, 60_000)
-        (357, 45)
-    """
-    num_records = whole("num_records", num_records, 0)
-    check_sizes(num_records, positive("logical_batch_size", logical_batch_size))
-    accumulate, world_size = whole("accumulate", accumulate), whole("world_size", world_size)
-    chance = probability("chance", chance)
-    relative_rate = positive("relative_rate", relative_rate)
-    rate = min(1.0, logical_batch_size * world_size * relative_rate / num_records)
-    # P(n > isf) <= chance for n ~ Binomial(records of the largest shard, q).
-    count = binom.isf(chance, math.ceil(num_records / world_size), rate)
-    return max(1, math.ceil(int(count) / accumulate))

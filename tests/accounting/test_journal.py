@@ -212,7 +212,7 @@ def test_a_data_set_is_described_once(tmp_path):
     path = tmp_path / "a.journal"
     for _ in range(2):
         journal = Journal(path, "a")
-        journal.note_data(22_000, 'visits "A], of 2024')
+        journal.note("data", 22_000, 'visits "A], of 2024')
         journal.close()
     assert path.read_bytes().count(b"visits") == 1
     assert read_written(path).data == {(22_000, 'visits "A], of 2024')}
@@ -227,7 +227,7 @@ def test_a_journal_of_the_first_version_is_read_and_goes_on(tmp_path, books):
     )
     journal = Journal(path, "old")
     journal.append("r2", 0, A)
-    journal.note_weights(["aa"])
+    journal.note("weights", "aa")
     journal.close()
     assert books.steps_in(path) == 3
     assert path.read_bytes().startswith(checked('["lightning-dp-journal-1","old"]'))

@@ -22,35 +22,34 @@ def write(
 ) -> None:
     journal = Journal(path, ledger_id)
     journal.extend({run: [(event, 1) for event in events] for run, events in runs.items()})
-    journal.note_weights(weights)
+    journal.note("weights", *weights)
     journal.close()
 
 
 def test_a_folder_that_is_not_there_or_holds_its_own_journal_alone_has_none(tmp_path):
-    assert neighbours(tmp_path / "nowhere", OWN, set()).count == 0
+    assert neighbours(tmp_path / "nowhere", OWN).count == 0
     write(tmp_path / "own.journal", OWN, {"r": [A]}, "ab")
-    assert neighbours(tmp_path, OWN, {"ab"}).count == 0
+    assert neighbours(tmp_path, OWN).count == 0
 
 
 def test_a_run_that_two_journals_know_counts_once_and_federations_of_one_name_twice(tmp_path):
     run = "a" * 16
     write(tmp_path / "1.journal", ONE, {run: [A, A], "trial#0": [B]})
     write(tmp_path / "2.journal", TWO, {run: [A, A, A], "trial#0": [B]})
-    found = neighbours(tmp_path, OWN, set())
+    found = neighbours(tmp_path, OWN)
     assert dict(union(found.written).history()) == {A: 3, B: 2}
     write(tmp_path / "3.journal", "3" * 16, {run: [B]})
     with pytest.raises(JournalError, match="contradict"):
-        union(neighbours(tmp_path, OWN, set()).written)
+        union(neighbours(tmp_path, OWN).written)
 
 
-def test_weights_are_found_also_in_a_journal_too_long_to_add_up(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_dp.accounting.ledger._READ", 0)
+def test_journals_too_long_or_damaged_are_counted_and_weights_are_read(tmp_path, monkeypatch):
     write(tmp_path / "1.journal", ONE, {"r": [A]}, "aa", "bb")
-    write(tmp_path / "2.journal", TWO, {"r": [A]}, "cc")
     (tmp_path / "3.journal").write_text("damaged")
-    assert neighbours(tmp_path, OWN, set()).unread == 3
-    found = neighbours(tmp_path, OWN, {"bb", "dd"})
-    assert [each.ledger_id for each in found.trained] == [ONE] and found.unread == 2
+    found = neighbours(tmp_path, OWN)
+    assert found.written[0].weights == {"aa", "bb"} and found.damaged == [tmp_path / "3.journal"]
+    monkeypatch.setattr("lightning_dp.accounting.ledger._READ", 0)
+    assert neighbours(tmp_path, OWN).unread == found.count == 2
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes are POSIX's")
@@ -58,7 +57,7 @@ def test_what_is_no_file_keeps_nobody_waiting(tmp_path):
     os.mkfifo(tmp_path / "a.journal")
     (tmp_path / "b.journal").mkdir()
     (tmp_path / "c.journal").symlink_to(tmp_path / "gone")
-    assert neighbours(tmp_path, OWN, set()).count == 0
+    assert neighbours(tmp_path, OWN).count == 0
 
 
 # -- sweeps ------------------------------------------------------------------------------------

@@ -17,7 +17,11 @@ from lightning_dp.federated import (
 from lightning_dp.federated.asynchronous import InverseSteps, rounds_for
 from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
 from lightning_dp.federated.ledger import ReleaseLedger, Spending
-from lightning_dp.federated.synchronous import BVRLSGD, QueryClient, SynchronousServer
+from lightning_dp.federated.synchronous import (
+    BVRLSGD,
+    QueryClient,
+    SynchronousServer,
+)
 from lightning_dp.noise_plan import NoisePlan
 from tests.arguments.training_doors import door
 

@@ -68,7 +68,6 @@ from lightning_dp.functional import clip_factors, laplacian_smoothing, random_k,
 from lightning_dp.metrics import PrivacyBudget
 from lightning_dp.plan import TrainingPlan, learning_rate, plan_training, suggest
 from lightning_dp.plotting import plot_schedule
-from lightning_dp.sampling.schemes import factorisations, largest_chunk
 from lightning_dp.schedules import (
     Cosine,
     DynamicGD,
@@ -214,16 +213,6 @@ TRAINING = [
     door(quadratic_influence, learning_rate=0.1, steps=3, noise_std=1.0, eigenvalues=[1.0]),
     door(
         plot_schedule, steps=3, scale=1.0, sample_rate=0.1, delta=1e-05, schedule=Exponential(0.1)
-    ),
-    door(factorisations, logical_batch_size=12),
-    door(
-        largest_chunk,
-        logical_batch_size=10,
-        accumulate=1,
-        world_size=1,
-        num_records=100,
-        relative_rate=1.0,
-        chance=0.1,
     ),
     door(shared_mask, seed=1, round_=0, size=10, keep=3),
     door(random_k, keep=3, seed=1, round_=0, u=torch.ones(10)),

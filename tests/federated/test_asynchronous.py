@@ -102,20 +102,6 @@ def test_each_update_is_applied_once_and_no_one_is_too_far_ahead(tmp_path, lag, 
         assert history(tmp_path, f"client-{c}") == [(PoissonGaussian(Z, q), 1) for q in rates]
 
 
-def test_a_server_that_lost_its_latest_rounds_gets_the_same_updates_again(tmp_path):
-    the_plan = plan(lag=2)
-    make = asynchronous(the_plan).clients(tmp_path, seed=None)
-    server = Watched("trial", the_plan, START, 2)
-    saved = server.state_dict()
-    for c, i in ((0, 0), (0, 1), (1, 0)):
-        assert Message.from_bytes(server.request(c)).whole("round") == i
-        server.receive(c, make(c).answer(server.request(c)))
-    again = Watched("trial", the_plan, START, 2)
-    again.load_state_dict(saved)
-    through_a_bad_network(again, make, 0)
-    assert all(torch.equal(again.updates[key], each) for key, each in server.updates.items())
-
-
 def test_without_noise_and_clipping_it_is_gradient_descent(tmp_path):
     """All records in each batch, lag 1: x ← x - η Σ g over all clients."""
     full = AsyncPlan(5, PolynomialSizes(0, RECORDS), InverseSteps(0.01))

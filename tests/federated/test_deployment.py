@@ -1,4 +1,4 @@
-"""The page on several machines: its commands as printed, each machine a home folder on this one."""
+"""The page on several machines: its scripts and commands, each machine a home folder on this one."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from tests.federated.zoo import FIVE_CLIENTS, history
 APP = Path(__file__).parent / "app"
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "federated.md").read_text(encoding="utf-8")
+SCRIPTS = ROOT / "examples" / "federated" / "deployment"
 CLIENTS = 5
 
 pytestmark = [
@@ -158,7 +159,10 @@ def test_the_commands_of_the_page_survive_a_killed_supernode_and_a_killed_superl
     """Client 1 is killed while it computes round 1, and then the SuperLink with its run."""
     section = PAGE.partition("\n## On several machines\n")[2].partition("\n## ")[0]
     blocks = re.findall(r"^```sh\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
-    at_the_server, at_a_client, registration, a_run, a_backup = blocks
+    a_run, a_backup = blocks
+    at_the_server, at_a_client, registration = (
+        (SCRIPTS / f"{name}.sh").read_text("utf-8") for name in ("server", "client", "register")
+    )
     server, *clients = machines
     server.check(at_the_server)
     server.start_services()

@@ -122,6 +122,25 @@ def run(
     LoopbackGrid(client, CLIENTS, faults, seed=seed).start(server)
 
 
+def alone(
+    place: Path, module: Callable[[], Any], records: Callable[[], Any], name=None, runs=None
+) -> None:
+    """Two rounds of one client, on three records each."""
+    plan = AsyncPlan(2, PolynomialSizes(0, 3), InverseSteps(0.1), noise_multiplier=2.0)
+    privacy = ClientPrivacy(1.0, 2.0, target_epsilon=math.inf)
+    client = client_app(
+        lambda context: records(),
+        lambda context, run, data, ledger: AsyncClient(data, plan, privacy, ledger, run=run),
+        *(place / "ledgers", runs),
+    )
+    server = server_app(
+        lambda context: module(),
+        lambda context, run, x: AsyncServer(run, plan, x, 1, Quorum(patience=0.5)),
+        **{"num_clients": 1, "folder": place / "server", "poll_interval": 0.001, "name": name},
+    )
+    LoopbackGrid(client, 1).start(server)
+
+
 def summary(folder: Path) -> dict[str, Any]:
     def no_constant(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")
@@ -190,20 +209,8 @@ def test_a_module_of_half_precision_is_trained_in_float32(tmp_path):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self.layer(batch[0]).float().mean()
 
-    plan, rows = AsyncPlan(2, PolynomialSizes(0, 3), InverseSteps(0.1)), torch.ones(4, 3).bfloat16()
-    client = client_app(
-        lambda context: LocalRecords(Linear(), TensorDataset(rows)),
-        lambda context, run, records, ledger: AsyncClient(
-            records, plan, ClientPrivacy(1.0, 1.0, math.inf), ledger, run=run
-        ),
-        tmp_path / "ledgers",
-    )
-    server = server_app(
-        lambda context: Linear(),
-        lambda context, run, point: AsyncServer(run, plan, point, 1),
-        **{"num_clients": 1, "folder": tmp_path / "server", "poll_interval": 0.001},
-    )
-    LoopbackGrid(client, 1, GOOD).start(server)
+    rows = TensorDataset(torch.ones(4, 3).bfloat16())
+    alone(tmp_path, Linear, lambda: LocalRecords(Linear(), rows))
     assert summary(tmp_path)["problems"] == 0 and summary(tmp_path)["rounds"] == 2
 
 
@@ -598,26 +605,12 @@ def history_length(folder: Path) -> int:
 
 
 def test_a_client_answers_the_runs_on_its_list_only(tmp_path, log):
-    plan = AsyncPlan(2, PolynomialSizes(0, 3), InverseSteps(0.1), noise_multiplier=2.0)
-
-    def protocol(context: Context, run: str, data: Any, ledger: Any) -> AsyncClient:
-        privacy = ClientPrivacy(1.0, 2.0, target_epsilon=math.inf)
-        return AsyncClient(data, plan, privacy, ledger, run=run)
-
-    client = client_app(
-        *(lambda context: LogCosh(), protocol, tmp_path / "ledgers"), runs=["diabetes 2026"]
-    )
-    for name, folder in ((None, "other"), ("diabetes 2026", "wanted")):
-        server = server_app(
-            lambda context: Weights(),
-            lambda context, run, x: AsyncServer(run, plan, x, 1, Quorum(patience=0.3)),
-            **{"num_clients": 1, "poll_interval": 0.001, "name": name},
-            folder=tmp_path / folder / "server",
-        )
-        LoopbackGrid(client, 1).start(server)
-        assert len(history(tmp_path / "ledgers", "client-0")) == (name is not None)
+    for name in (None, "diabetes 2026"):
+        alone(tmp_path, Weights, LogCosh, name, runs=["diabetes 2026"])
+        assert sum(n for _, n in history(tmp_path / "ledgers", "client-0")) == (2 if name else 0)
+        (tmp_path / "server" / "server.pt").unlink(missing_ok=True)
     assert log("this run is not in the list of those that it answers")
-    told = summary(tmp_path / "wanted")["clients"]["0"]
+    told = summary(tmp_path)["clients"]["0"]
     assert told["epsilon"] == told["epsilon_of_plan"] > 0
 
 
@@ -675,21 +668,13 @@ def test_the_page_of_a_run_has_who_was_there_and_what_each_claims(tmp_path):
     assert picture.startswith("<?xml") and picture.count("<use") >= len(attendance)
 
 
-def test_the_page_shows_no_text_of_a_client_and_names_who_is_not_private():
-    facts = {
-        "epsilon": "inf",
-        "delta": True,
-        "unit": "<script>",
-        "num_records": "many",
-        "seeded": True,
-    }
+def test_the_page_names_who_is_not_private_and_what_is_unknown():
+    """The facts are those that `test_an_answer_counts_whatever_its_client_tells_of_itself` lets in."""
+    facts = {"epsilon": "inf", "seeded": True}
     about = {"run": "trial", "rounds": 1, "ended": "", "metrics": {}, "clients": {"0": facts}}
     page = federation_page(about, [Presence(0, 3, True, math.nan)])
-    assert (
-        "| 0 |  | inf |  | δ = , unknown relation, unknown unit | 0 |  |" in page
-        and "| 3 |" in page
-    )
-    assert "script" not in page and "many" not in page and "Client 0 draws repeatable" in page
+    row = "| 0 |  | inf |  | δ = , unknown relation, unknown unit | 0 |  |"
+    assert row in page and "| 3 |" in page and "Client 0 draws repeatable" in page
     facts.update(unit="client", trusts_server=True, epsilon=1.00001, relation="replace_one")
     page = federation_page(about, [])
     assert "replace_one, client |" in page
@@ -820,31 +805,16 @@ class Body(L.LightningModule):
 
 @pytest.mark.parametrize("is_seeded", [True, False])
 def test_a_module_is_trained_where_its_frozen_layers_are_the_servers(tmp_path, log, is_seeded):
-    plan = AsyncPlan(1, PolynomialSizes(0, 2), InverseSteps(0.1))
-    privacy = ClientPrivacy(1.0, 2.0, target_epsilon=math.inf)
-
     def body() -> Body:
         if is_seeded:
             torch.manual_seed(0)
         return Body()
 
-    client = client_app(
-        lambda context: LocalRecords(body(), TensorDataset(torch.ones(4, 3))),
-        lambda context, run, data, ledger: AsyncClient(data, plan, privacy, ledger, run=run),
-        ledger_dir=tmp_path / "ledgers",
-    )
-    server = server_app(
-        lambda context: body(),
-        lambda context, run, start: AsyncServer(run, plan, start, 1, Quorum(patience=0.5)),
-        num_clients=1,
-        folder=tmp_path / "server",
-        poll_interval=0.001,
-    )
-    LoopbackGrid(client, 1).start(server)
+    alone(tmp_path, body, lambda: LocalRecords(body(), TensorDataset(torch.ones(4, 3))))
     if not is_seeded:  # refused by name, before a charge
         text = "body.weight, body.bias are not those of the server's module"
         assert {each.args[0] for each in log(text)} >= {"Client 0", "Node 100"}  # both say so
-    assert len(history(tmp_path / "ledgers", "client-0")) == is_seeded
+    assert sum(n for _, n in history(tmp_path / "ledgers", "client-0")) == 2 * is_seeded
 
 
 # -- the grid itself ---------------------------------------------------------------------------

@@ -6,7 +6,10 @@ import json
 import math
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dp.federated import AsyncPlan, AsyncServer, PolynomialSizes
-from lightning_dp.federated.asynchronous import InverseSteps
 from lightning_dp.federated.protocol import AbstractServer, Message, MessageError
-from tests.federated.zoo import ROUTINE, SIZE, START, diff2
+from tests.federated.zoo import FEDERATIONS, START
+
+pytestmark = pytest.mark.filterwarnings("ignore:Diff2. the noise")
 
 
 @pytest.mark.parametrize(
@@ -56,49 +59,32 @@ def test_missing_and_wrong_parts_are_named():
 # -- replies of anybody ------------------------------------------------------------------------
 
 
-def vector(seed: int) -> Tensor:
-    return torch.randn(SIZE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+@cache
+def honest(name: str) -> list[tuple[int, bytes]]:
+    """The replies of a run up to one that only client 1 owes: of round 1, or of a worker alone."""
+    server, found = FEDERATIONS[name].server("trial", START), []
+    with tempfile.TemporaryDirectory() as folder:
+        make = FEDERATIONS[name].clients(Path(folder))
+        while server.awaited != {1}:
+            c = min(server.awaited - ({1} if server.round else set()))
+            found.append((c, make(c).answer(server.request(c))))
+            server.receive(*found[-1])
+        return [*found, (1, make(1).answer(server.request(1)))]
 
 
-def asynchronous() -> tuple[AbstractServer, Message]:
-    """In round 1 of 3, where client 1 may answer and client 0 has."""
-    plan = AsyncPlan(3, PolynomialSizes(a=0, b=8), InverseSteps(0.5))
-    server = AsyncServer("trial", plan, START.float(), 3)
-    replies = [Message("update", {"round": i}, {"update": vector(i).float()}) for i in (0, 1)]
-    for client, i in ((0, 0), (1, 0), (2, 0), (0, 1)):
-        server.receive(client, replies[i].to_bytes())
-    return server, replies[1]
-
-
-def synchronous(noise_at: str, **changes: Any) -> tuple[AbstractServer, Message]:
-    server = diff2(noise_at, **changes).server("trial", START.float())
-    answer = Message("answer", {"round": 0, "part": 0}, {"sum": vector(7).float()})
-    server.receive(0, answer.to_bytes())
-    return server, answer
-
-
-def walking() -> tuple[AbstractServer, Message]:
-    """Worker 1 goes on alone."""
-    server, answer = synchronous("client", routine=ROUTINE)
-    for client in (1, 2):
-        server.receive(client, answer.to_bytes())
-    x = server.point + 1e-3 * vector(7).float()
-    return server, Message("walked", {"round": 0, "part": 0}, {"x": x})
-
-
-MACHINES: dict[str, Callable[[], tuple[AbstractServer, Message]]] = {
-    "asynchronous": asynchronous,
-    "trusted": lambda: synchronous("server"),
-    "synchronous": lambda: synchronous("client"),
-    "walking": walking,
-}
+def machine(name: str) -> tuple[AbstractServer, Message]:
+    """A server that all but client 1 have answered, and that client's reply."""
+    server, replies = FEDERATIONS[name].server("trial", START), honest(name)
+    for c, reply in replies[:-1]:
+        server.receive(c, reply)
+    return server, Message.from_bytes(replies[-1][1])
 
 
 def raw(good: Message, header: Any = None, **changes: Any) -> bytes:
     """The bytes of a reply whose header holds anything."""
-    (name,) = good.tensors
-    body = good.tensors[name].numpy().tobytes()
-    tensor = {"dtype": "F32", "shape": [SIZE], "data_offsets": [0, len(body)]}
+    ((name, value),) = good.tensors.items()
+    body = value.numpy().tobytes()
+    tensor = {"dtype": "F64", "shape": [len(value)], "data_offsets": [0, len(body)]}
     facts = json.dumps([good.kind, dict(good.facts)])
     whole = {"__metadata__": {"lightning_dp": facts}, name: {**tensor, **changes}}
     text = header if header is not None else json.dumps(whole).encode()
@@ -107,8 +93,9 @@ def raw(good: Message, header: Any = None, **changes: Any) -> bytes:
 
 def bad_replies(good: Message) -> Iterator[Any]:
     """Headers that no message has; test_outliving.py changes the rest of a message."""
-    content, size, (name,) = good.to_bytes(), SIZE, good.tensors
-    offsets = {"dtype": "F32", "shape": [size], "data_offsets": [0, 4 * size]}
+    content, ((name, value),) = good.to_bytes(), good.tensors.items()
+    size = len(value)
+    offsets = {"dtype": "F64", "shape": [size], "data_offsets": [0, 8 * size]}
     for fact in good.facts:
         for value in (1.0, math.nan, "0", "x" * 10**5, 10**400, None, [0]):
             text = json.dumps([good.kind, {**good.facts, fact: value}])
@@ -129,7 +116,7 @@ def bad_replies(good: Message) -> Iterator[Any]:
     ]
     for shape in (*shapes, [size, 1], [[size]], "4", 4, {}, None, [1] * 1000 + [size], [0] * 9, []):
         yield raw(good, shape=shape)
-    for dtype in ("C64", "BOOL", "I32", "object", "F32 ", "", None, 4):
+    for dtype in ("C64", "BOOL", "I64", "F32", "object", "F64 ", "", None, 4):
         yield raw(good, dtype=dtype)
     for wrong in ([0, 8], [4, 20], [16, 0], [0, 2**64], [0], None):
         yield raw(good, data_offsets=wrong)
@@ -154,9 +141,9 @@ def state(server: AbstractServer) -> dict[str, Any]:
     return {**server.state_dict(), "requests": [server.request(client) for client in range(3)]}
 
 
-@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("name", FEDERATIONS)
 def test_a_bad_reply_is_refused_and_changes_nothing(name):
-    server, good = MACHINES[name]()
+    server, good = machine(name)
     before, count = state(server), 0
     for count, reply in enumerate(bad_replies(good), 1):
         with pytest.raises(MessageError) as error:
@@ -173,14 +160,14 @@ def test_a_bad_reply_is_refused_and_changes_nothing(name):
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(
-    st.sampled_from(sorted(MACHINES)),
+    st.sampled_from(sorted(FEDERATIONS)),
     st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=3),
     st.integers(0, 400),
     st.binary(max_size=8),
 )
 def test_any_damage_is_refused_or_harmless(name, changed, cut, more):
     """Bytes that are changed, cut off or added: MessageError, or another finite vector."""
-    server, good = MACHINES[name]()
+    server, good = machine(name)
     before, content = state(server), bytearray(good.to_bytes())
     for place, value in changed:
         content[place % len(content)] = value

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_dp import Constant, CubicNewton, Diff2, FullBatch, MeanGradient, Poisson, Query, Term
-from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian
+from lightning_dp.accounting import Gaussian, PoissonGaussian
 from lightning_dp.accounting.events import PoissonRound
 from lightning_dp.estimators import Storm
 from lightning_dp.estimators.base import AbstractEstimator, Traits, share_of_noise
@@ -32,7 +32,6 @@ from tests.federated.zoo import (
     CLIENTS,
     DIFF2,
     RECORDS,
-    ROUNDS,
     ROUTINE,
     SIZE,
     START,
@@ -41,7 +40,6 @@ from tests.federated.zoo import (
     diff2,
     files,
     history,
-    through_a_bad_network,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:Diff2. the noise")
@@ -63,17 +61,6 @@ def client(folder: Path, plan: NoisePlan, data: Any = None, **changes: Any) -> Q
 
 
 # -- charges and batches -----------------------------------------------------------------------
-
-
-def test_a_run_whose_quorum_has_no_budget_ends(tmp_path):
-    events = [(Gaussian(Z * DIFF2.relative_noise(t)), 1) for t in range(ROUNDS)]
-    target = PLDAccountant().epsilon(events[:4], 1e-5) * 1.001
-    machine = diff2("server").begin()
-    make = diff2("server").clients(tmp_path, target_epsilon=target)
-    through_a_bad_network(machine, make, 0)
-    assert machine.round == 4
-    assert machine.reason == "2 of the clients have budget left, and a round needs 3"
-    assert make(0).epsilon <= target
 
 
 def test_poisson_batches_are_of_the_plans_rate(tmp_path):

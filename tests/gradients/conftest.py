@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from lightning_dp.gradients import AbstractGradientEngine, UnsupportedModelError
 from lightning_dp.gradients.ghost import GhostClipping
 from lightning_dp.gradients.layer_calls import LayerCalls
 from lightning_dp.gradients.opacus_hooks import OpacusHooks
-from tests.gradients.models import EXAMPLES
 
 RECORDS = 5
 
@@ -24,20 +22,12 @@ def features() -> Tensor:
     return torch.randn(RECORDS, 6)
 
 
-@pytest.fixture(params=["mlp", "cnn", "tied embedding"])
-def case(request: pytest.FixtureRequest) -> SimpleNamespace:
-    """Return functions that make a model and the inputs of a batch."""
-    torch.manual_seed(0)
-    example = EXAMPLES[request.param]
-    return SimpleNamespace(make=example.make, batch=lambda: example.batch(RECORDS)["x"])
-
-
 class _Covered(AbstractGradientEngine):
     """Skips models with layers of which no rule is known: engines below answer there."""
 
-    def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
+    def __init__(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         try:
-            super().attach(module, params)
+            super().__init__(module, params)
         except UnsupportedModelError as error:
             if "no rule is known" not in error.text:
                 raise
@@ -50,7 +40,7 @@ class OfLayers(_Covered, LayerCalls): ...
 class Ghost(_Covered, GhostClipping): ...
 
 
-ENGINES: dict[str, Callable[[], AbstractGradientEngine]] = {
+ENGINES: dict[str, Callable[..., AbstractGradientEngine]] = {
     "hooks": OpacusHooks,
     "layers": OfLayers,
     "ghost": Ghost,
@@ -58,26 +48,9 @@ ENGINES: dict[str, Callable[[], AbstractGradientEngine]] = {
 
 
 @pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> Iterator[AbstractGradientEngine]:
-    """Every engine."""
-    engine = ENGINES[request.param]()
-    yield engine
-    engine.detach()
-
-
-@pytest.fixture
-def layer_engine() -> Iterator[LayerCalls]:
-    """The engine that goes layer by layer."""
-    engine = LayerCalls()
-    yield engine
-    engine.detach()
-
-
-@pytest.fixture
-def hooks() -> Iterator[AbstractGradientEngine]:
-    engine = OpacusHooks()
-    yield engine
-    engine.detach()
+def kind(request: pytest.FixtureRequest) -> Callable[..., AbstractGradientEngine]:
+    """Every engine of the whole batch."""
+    return ENGINES[request.param]
 
 
 class Oracle:
@@ -119,7 +92,9 @@ class Oracle:
 
     def run(self, engine: AbstractGradientEngine, module: nn.Module, batch: Tensor) -> Any:
         """One watched forward and backward pass: the engine's answer."""
-        engine.backward(self.mean_loss(module(batch)))
+        with engine.watching():
+            loss = self.mean_loss(module(batch))
+        engine.backward(loss)
         return engine.take(1.0)
 
 

@@ -20,7 +20,6 @@ from lightning_dp.gradients import (
     engines,
 )
 from lightning_dp.gradients.base import AbstractPerSampleGradients
-from lightning_dp.gradients.engines import Rung
 from lightning_dp.gradients.layer_calls import LayerCalls
 
 QUERY = Query((Term(),), clip_norm=0.5, noise_multiplier=0.0)
@@ -29,18 +28,18 @@ QUERY = Query((Term(),), clip_norm=0.5, noise_multiplier=0.0)
 class Fussy(LayerCalls):
     """Refuses batches of other than 4 records, at one of the places where an engine can refuse."""
 
-    place = "backward"
+    name, place = "fussy", "backward"
 
     def _refuse(self, place: str, rows: int) -> None:
         if place == self.place and rows != 4:
             raise UnsupportedModelError(f"0 (Linear) saw {rows} rows and not 4. Give it 4.")
 
-    def attach(self, module: nn.Module, params: Any) -> None:
-        super().attach(module, params)
-        self._refuse("attach", 0)
+    def __init__(self, module: nn.Module, params: Any, **how: Any) -> None:
+        super().__init__(module, params, **how)
+        self._refuse("made", 0)
 
     def backward(self, loss: Tensor, **how: Any) -> None:
-        self._rows = len(self._attached._calls[0].inputs._inputs[0])
+        self._rows = len(self._calls[0].inputs._inputs[0])
         self._refuse("backward", self._rows)
         super().backward(loss, **how)
 
@@ -55,8 +54,7 @@ def ladder(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
     def make(place: str) -> None:
         monkeypatch.setattr(Fussy, "place", place)
-        rungs = (Rung("fussy", Fussy), Rung("layers", LayerCalls))
-        monkeypatch.setitem(engines._LADDERS, "auto", rungs)  # type: ignore[arg-type]
+        monkeypatch.setitem(engines._LADDERS, "auto", (Fussy, LayerCalls))  # type: ignore[arg-type]
 
     return make
 
@@ -76,7 +74,7 @@ def chunk_of(model: nn.Module, rows: int, runs: list[int]) -> Replay:
     return Replay(forward, x, rows)
 
 
-@pytest.mark.parametrize("place", ["attach", "backward", "take"])
+@pytest.mark.parametrize("place", ["made", "backward", "take"])
 def test_the_next_engine_answers_from_the_same_records_and_random_numbers(place, ladder):
     ladder(place)
     answers, described, runs = [], [], list[int]()
@@ -90,7 +88,7 @@ def test_the_next_engine_answers_from_the_same_records_and_random_numbers(place,
             described.append(passes.description)
     torch.testing.assert_close(*answers, rtol=0, atol=0)
     assert described[1].startswith("layers, since fussy does not cover this model: 0 (Linear)")
-    assert runs == [4, 3, 4] * 2 if place == "attach" else [4, 3, 4, 4, 3, 3, 4]
+    assert runs == [4, 3, 4] * 2 if place == "made" else [4, 3, 4, 4, 3, 3, 4]
 
 
 def test_no_random_numbers_are_drawn_by_a_run_that_is_repeated(ladder):

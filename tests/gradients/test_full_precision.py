@@ -71,15 +71,13 @@ def test_products_of_norms_and_sums_are_not_rounded(engine: str) -> None:
 
 
 def check(engine: str, net: nn.Module, x: torch.Tensor) -> None:
-    attached = EngineChoice(engine).attach(net, list(net.parameters()))
+    attached = EngineChoice(engine).make(net, list(net.parameters()))
     products = Products()
     with products:
         loss = attached.run(
             lambda b: net(b).square().flatten(1).sum(1).mean(), SampleBatch(x, len(x))
         )
-        attached.rest()
         attached.backward(loss)
         bounded_sum(attached.take(1.0), 0.5)
-    attached.detach()
     assert products.of_model and all(each == {"bf16"} for each in products.of_model)
     assert products.of_sums and all(each == {"ieee"} for each in products.of_sums)

@@ -44,10 +44,8 @@ class Changed(nn.Module):
         return None if self.passes == 1 else self.change(gradient)
 
 
-def attached(module: nn.Module, kind: Any = GhostClipping) -> Any:
-    engine = kind()
-    engine.attach(module, list(module.parameters()))
-    return engine
+def made(module: nn.Module, kind: Any = GhostClipping) -> Any:
+    return kind(module, list(module.parameters()))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +61,7 @@ def test_no_record_is_longer_than_its_bound_when_the_second_pass_differs(change,
     torch.manual_seed(0)
     net.load_state_dict(Changed(change).state_dict())
 
-    total = bounded_sum(oracle.run(attached(net), net, batch), C).value.double()
+    total = bounded_sum(oracle.run(made(net), net, batch), C).value.double()
 
     assert net.passes == 2 and total.norm() <= C * (1 + 1e-6)
     first = net.one.weight.numel() + net.one.bias.numel()
@@ -74,14 +72,15 @@ def test_no_record_is_longer_than_its_bound_when_the_second_pass_differs(change,
 @pytest.mark.parametrize(("kind", "kept"), [(GhostClipping, False), (LayerCalls, True)])
 def test_output_gradients_are_not_kept_between_the_passes(kind, kept, oracle):
     net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
-    engine, came = attached(net, kind), list[StorageWeakRef]()
-    hidden = net[0](oracle.features())
+    engine, came = made(net, kind), list[StorageWeakRef]()
+    with engine.watching():
+        hidden = net[0](oracle.features())
+        loss = oracle.mean_loss(net[2](net[1](hidden)))
     hidden.register_hook(lambda gradient: came.append(StorageWeakRef(gradient.untyped_storage())))
 
-    engine.backward(oracle.mean_loss(net[2](net[1](hidden))))
+    engine.backward(loss)
 
     assert len(came) == 1 and came[0].expired() is not kept
-    engine.detach()
 
 
 def held() -> int:
@@ -94,15 +93,15 @@ def held() -> int:
 @pytest.mark.parametrize(("kind", "kept"), [(GhostClipping, False), (LayerCalls, True)])
 def test_a_checkpoint_drops_the_inputs_of_its_layers(kind, kept, oracle):
     net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, ODD), nn.Tanh(), nn.Linear(ODD, 3))
-    engine = attached(net, kind)
+    engine = made(net, kind)
     before = held()  # what other tests of this process left
 
-    output = checkpoint(net[1:], net[0](oracle.features()), use_reentrant=False)
+    with engine.watching():
+        output = checkpoint(net[1:], net[0](oracle.features()), use_reentrant=False)
 
     assert (held() > before) is kept
     engine.backward(oracle.mean_loss(output))
     assert engine.take(1.0).count == oracle.records
-    engine.detach()
 
 
 @pytest.mark.parametrize("name", ["cnn", "transformer block", "tied embedding"])
@@ -115,7 +114,7 @@ def test_sums_are_asked_for_once_and_entries_before(oracle, mlp):
     torch.manual_seed(0)
     module, batch = mlp(), oracle.features()
     rows = oracle.one_by_one(module, batch)
-    found = oracle.run(attached(module), module, batch)
+    found = oracle.run(made(module), module, batch)
     places = torch.arange(rows.shape[1])[::3]
 
     for _ in range(2):
@@ -136,8 +135,8 @@ def test_sums_are_asked_for_once_and_entries_before(oracle, mlp):
 )
 def test_what_needs_more_than_norms_is_refused(arguments, message, oracle, mlp):
     module = mlp()
-    engine = attached(module)
-    with pytest.raises(UnsupportedModelError, match=message):
+    engine = made(module)
+    with pytest.raises(UnsupportedModelError, match=message), engine.watching():
         engine.backward(oracle.mean_loss(module(oracle.features())), **arguments)
 
 
@@ -158,8 +157,9 @@ def test_a_graph_that_is_gone_after_one_pass_is_refused(oracle):
             return gradient
 
     net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
-    engine = attached(net)
-    engine.backward(oracle.mean_loss(net[1](Once.apply(net[0](oracle.features())))))
+    engine = made(net)
+    with engine.watching():
+        engine.backward(oracle.mean_loss(net[1](Once.apply(net[0](oracle.features())))))
     with pytest.raises(UnsupportedModelError, match=r"second time.*engine='layers'") as caught:
         engine.take(1.0).weighted_sum(torch.ones(oracle.records))
     assert "secrets" not in str(caught.value)

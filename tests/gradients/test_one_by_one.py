@@ -17,8 +17,7 @@ def test_gradients_of_all_types_and_shapes_are_one_row():
     sparse, unused = nn.Embedding(5, 2, sparse=True), nn.Linear(2, 2)
     half, scale = nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), nn.Parameter(torch.tensor(2.0))
     params = [*sparse.parameters(), *unused.parameters(), half, scale]
-    engine = OneByOne()
-    engine.attach(nn.Module(), params)
+    engine = OneByOne(nn.Module(), params)
     engine.backward((sparse(torch.tensor([[3]])) * half * scale).sum())
     gradients = engine.take(1.0)
     row = gradients.weighted_sum(torch.ones(1))
@@ -30,8 +29,7 @@ def test_gradients_of_all_types_and_shapes_are_one_row():
 
 
 def test_nothing_is_taken_without_a_backward_pass():
-    engine = OneByOne()
-    engine.attach(nn.Module(), list(nn.Linear(2, 2).parameters()))
+    engine = OneByOne(nn.Module(), list(nn.Linear(2, 2).parameters()))
     with pytest.raises(RefusedRun, match=r"backward\(\) must come before take"):
         engine.take(1.0)
 

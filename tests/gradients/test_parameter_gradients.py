@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import ref
 
 import pytest
 import torch
@@ -72,19 +73,22 @@ def test_norms_of_wide_layers_are_not_too_small():
     assert gradients.squared_norms().tolist() == pytest.approx([exact] * 2, rel=1e-6)
 
 
-def test_memory_does_not_grow_with_the_sizes_of_batches(layer_engine, oracle):
+def test_memory_does_not_grow_with_the_sizes_of_batches(oracle):
     """Poisson batches differ in size; what is kept is for the largest one."""
     torch.manual_seed(0)
     module = nn.Linear(16, 16)
-    layer_engine.attach(module, oracle.trained(module))
+    engine = LayerCalls(module, oracle.trained(module))
     for size in [5, 9, 3, 7, 8, 9, 2]:
-        gradients = oracle.run(layer_engine, module, torch.randn(size, 40, 16))
+        gradients = oracle.run(engine, module, torch.randn(size, 40, 16))
         expected = sum(use.form.rows(use.v, use.u).sum(0) for use in gradients._gradients[0].uses)
         gradients.norms()
         total = gradients.weighted_sum(torch.ones(size, dtype=torch.float64))
         torch.testing.assert_close(total[:256].view(16, 16), expected * size)
-    kept = [tensor for free in layer_engine._memory._free.values() for tensor in free]
+    kept = [tensor for free in engine._memory._free.values() for tensor in free]
     assert [len(tensor) for tensor in kept] in ([], [10])
+    pool = ref(engine._memory)
+    del engine, gradients
+    assert pool() is None  # at once: no circle waits for the collector
 
 
 def opposite(x: Tensor) -> Tensor:
@@ -117,11 +121,11 @@ def test_a_record_whose_large_terms_cancel_stays_within_its_bound(kind):
 
 
 def check_bound(layer: nn.Module, loss: Callable[[], Tensor], **how: bool) -> None:
-    engine = LayerCalls()
-    engine.attach(layer, list(layer.parameters()))
-    engine.backward(1e9 * loss(), **how)
+    engine = LayerCalls(layer, list(layer.parameters()))
+    with engine.watching():
+        scaled = 1e9 * loss()
+    engine.backward(scaled, **how)
     assert bounded_sum(engine.take(1.0), 1.0).value.norm() <= 1 + 1e-5
-    engine.detach()
 
 
 def far_apart(kind: str) -> tuple[nn.Module, Tensor, Tensor]:
@@ -155,15 +159,17 @@ def test_a_gradient_and_a_product_that_cancel_stay_within_their_bound():
     for _ in range(50):
         net = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 4, bias=False))
         params, x, target = list(net.parameters()), torch.randn(1, 6), torch.randn(4)
-        engine, u = LayerCalls(), torch.cat([param.detach().flatten() for param in params])
-        engine.attach(net, params)
-        gradients = engine.along(
-            lambda: 1e9 * (net(x) @ target).mean(),  # noqa: B023 (called at once)
-            -(1 + 1e-7) * u,
-            (1.0, 1.0),
+        engine, u = (
+            LayerCalls(net, params),
+            torch.cat([param.detach().flatten() for param in params]),
         )
+        with engine.watching():
+            gradients = engine.along(
+                lambda: 1e9 * (net(x) @ target).mean(),  # noqa: B023 (called at once)
+                -(1 + 1e-7) * u,
+                (1.0, 1.0),
+            )
         longest = max(longest, float(bounded_sum(gradients, 1.0).value.norm()))
-        engine.detach()
     assert longest <= 1 + 1e-5
 
 
@@ -184,7 +190,8 @@ def test_a_sum_that_is_put_into_memory_is_that_which_is_added_to_zeros(kind, rec
     size = use.form.rows(use.v, use.u)[:0].flatten(1).shape[1]
     for dtype in (torch.float32, torch.float64):
         added, put = torch.zeros(size, dtype=dtype), torch.full((size,), torch.nan, dtype=dtype)
-        use.form.add_weighted_sum(use.v, use.u, weights, added)
-        use.form.add_weighted_sum(use.v, use.u, weights, put, is_new=True)
+        for onto, is_new in ((added, False), (put, True)):
+            gradients = ParameterGradients([use], torch.Size([size]))
+            gradients.add_weighted_sum(weights, onto, is_new=is_new)
         torch.testing.assert_close(put, added)
         assert bool(put.any()) == bool(records)

@@ -291,18 +291,6 @@ def test_nothing_is_left_on_the_module(engine):
     assert all(param.grad is not None for param in net.parameters())
 
 
-def test_without_the_engine_raw_gradients_are_still_dropped(passes):
-    net = make_net()
-    mine, query = passes(net), Query(QUERIES["here"], 0.2, 0.0)
-
-    with mine.without_engine():
-        loss_of(net)((X, Y)).backward()
-        assert all(param.grad is None for param in net.parameters())
-
-    found = mine.answer(query, chunk_of(net))
-    close_to(found, query)
-
-
 def test_the_guard_drops_raw_gradients_of_trained_parameters_until_it_is_removed():
     net = make_net()
     net[0].bias.requires_grad_(False)

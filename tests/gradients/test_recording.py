@@ -41,10 +41,10 @@ def three_layers() -> nn.ModuleDict:
 @pytest.fixture
 def parts(oracle) -> Iterator[Watched]:
     """Layers that are watched by their hooks alone."""
-    engine, net = LayerCalls(), three_layers()
-    engine.attach(net, oracle.trained(net))
-    yield Watched(engine, net)
-    engine.detach()
+    net = three_layers()
+    engine = LayerCalls(net, oracle.trained(net))
+    with engine.watching():
+        yield Watched(engine, net)
 
 
 @pytest.mark.filterwarnings("ignore:.*autocast")
@@ -101,12 +101,11 @@ def test_uses_are_counted_where_a_parameter_meets_something_else():
         assert survey(loss.grad_fn, ()).uses[id(w)] == count
 
 
-def test_hooks_that_change_an_output_belong_to_the_model(layer_engine, oracle):
+def test_hooks_that_change_an_output_belong_to_the_model(oracle):
     torch.manual_seed(0)
     module, batch = nn.Sequential(nn.Linear(6, 4), nn.Tanh()), torch.randn(oracle.records, 6)
     module[0].register_forward_hook(lambda m, i, o: 3 * o)
     module[0].register_forward_pre_hook(lambda m, i: (2 * i[0],))
     expected = oracle.one_by_one(module, batch)
-    layer_engine.attach(module, oracle.trained(module))
-    gradients = oracle.run(layer_engine, module, batch)
+    gradients = oracle.run(LayerCalls(module, oracle.trained(module)), module, batch)
     torch.testing.assert_close(gradients.norms(), expected.norm(dim=1), rtol=2e-6, atol=0)

@@ -26,8 +26,7 @@ def check(module: nn.Module, loss: Loss, *, groups: int = 1) -> None:
     """Compare norms and a weighted sum with gradients of one sample after another."""
     params = [param for param in module.parameters() if param.requires_grad]
     batch = torch.randn(N, STEPS, FEATURES, dtype=torch.float64), LENGTHS
-    engine = Records()
-    engine.attach(module, params)
+    engine = Records(module, params)
     engine.backward(engine.run(loss, SampleBatch(batch, N)))
     found = engine.take(1.0)
     assert (len(found._groups) if isinstance(found, GroupedGradients) else 1) == groups
@@ -139,8 +138,7 @@ def test_trained_states_shared_layers_and_two_sequences_in_a_sample(kind: type[n
 def test_dropout_draws_the_masks_of_an_ordinary_batch(kind: type[nn.Module]) -> None:
     module = kind(FEATURES, WIDTH, 3, dropout=0.5, bidirectional=True, batch_first=True)
     params, x = list(module.parameters()), torch.randn(N, STEPS, FEATURES)
-    engine = Records()
-    engine.attach(module, params)
+    engine = Records(module, params)
     torch.manual_seed(7)
     engine.backward(engine.run(lambda x: module(x)[0].square().sum(), SampleBatch(x, N)))
     found = engine.take(1.0).weighted_sum(torch.ones(N))

@@ -39,15 +39,14 @@ def test_layers_without_a_rule_are_refused_by_their_path(kind, oracle, anatomy):
         *(type("Own", (nn.LSTM,), {})(4, 3), nn.MultiheadAttention(4, 2), DPLSTM(4, 3)),
         *(DPMultiheadAttention(4, 2), SequenceBias(4)),
     ):
-        module, engine = nn.Sequential(nn.Linear(6, 4), nn.Sequential(layer)), kind()
+        module = nn.Sequential(nn.Linear(6, 4), nn.Sequential(layer))
         before = anatomy(module)
         message = r"1\.0 \(\w+\): no rule is known of its type"
         with pytest.raises(UnsupportedModelError, match=message):
-            engine.attach(module, oracle.trained(module))
+            kind(module, oracle.trained(module))
         assert anatomy(module) == before
         module[1].requires_grad_(False)  # what is frozen needs no rule
-        engine.attach(module, oracle.trained(module))
-        engine.detach()
+        kind(module, oracle.trained(module))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +62,7 @@ def test_layers_without_a_rule_are_refused_by_their_path(kind, oracle, anatomy):
 def test_options_that_change_what_a_layer_is_are_refused(layer, message, oracle):
     module = nn.Sequential(nn.Linear(6, 6), layer)
     with pytest.raises(UnsupportedModelError, match=rf"1 \(\w+\) .*{message}"):
-        LayerCalls().attach(module, oracle.trained(module))
+        LayerCalls(module, oracle.trained(module))
 
 
 @pytest.mark.parametrize(
@@ -84,18 +83,18 @@ def test_what_opacus_refuses_is_refused_and_the_model_left_as_it_was(
     module = nn.Sequential(nn.Linear(6, 4), make())
     before = anatomy(module)
     with pytest.raises(UnsupportedModelError, match=f"Opacus has no .*{message}"):
-        OpacusHooks().attach(module, oracle.trained(module))
+        OpacusHooks(module, oracle.trained(module))
     assert anatomy(module) == before
 
 
-def test_hooks_refuse_packed_sequences_where_there_is_a_gradient(hooks, oracle):
+def test_hooks_refuse_packed_sequences_where_there_is_a_gradient(oracle):
     module = DPLSTM(6, 3, batch_first=True)
     packed = pack_padded_sequence(torch.randn(2, 3, 6), [1, 3], True, enforce_sorted=False)
-    hooks.attach(module, oracle.trained(module))
-    with torch.no_grad():
-        module(packed)
-    with pytest.raises(UnsupportedModelError, match="packed"):
-        module(input=packed)
+    with OpacusHooks(module, oracle.trained(module)).watching():
+        with torch.no_grad():
+            module(packed)
+        with pytest.raises(UnsupportedModelError, match="packed"):
+            module(input=packed)
 
 
 def applied(layer: Callable[[], nn.Module], call: Callable[..., Tensor]) -> nn.Module:
@@ -118,12 +117,11 @@ PARTS = {  # of which Opacus sees a part, or mistakes one
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_calls_that_opacus_mistakes_are_refused(hooks, name, oracle):
+def test_calls_that_opacus_mistakes_are_refused(name, oracle):
     torch.manual_seed(0)
     module = applied(*PARTS[name])
     with pytest.raises(UnsupportedModelError, match=r"layer|mean of Opacus"):
-        hooks.attach(module, oracle.trained(module))
-        oracle.run(hooks, module, oracle.features())
+        oracle.run(OpacusHooks(module, oracle.trained(module)), module, oracle.features())
 
 
 WITHOUT_RECORDS = (
@@ -140,8 +138,8 @@ WITHOUT_RECORDS = (
 @pytest.mark.parametrize("kind", [OpacusHooks, LayerCalls])
 def test_a_layer_called_without_records_is_refused_in_words(kind, oracle):
     for layer, call in WITHOUT_RECORDS:
-        module, engine = applied(layer, call), kind()
-        engine.attach(module, oracle.trained(module))
+        module = applied(layer, call)
+        engine = kind(module, oracle.trained(module))
         message = r"layer \(\w+\) was called with .* records"
         with pytest.raises(UnsupportedModelError, match=message):
             oracle.run(engine, module, oracle.features())
@@ -157,29 +155,30 @@ PAST_THE_HOOKS = {
 @pytest.mark.parametrize("name", PAST_THE_HOOKS)
 def test_what_goes_past_the_hooks_of_layers_is_refused_by_name(kind, name, oracle):
     forward, message = PAST_THE_HOOKS[name]
-    module, engine = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), kind()
-    engine.attach(module, oracle.trained(module))
-    with pytest.raises(UnsupportedModelError, match=message):
+    module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    engine = kind(module, oracle.trained(module))
+    with pytest.raises(UnsupportedModelError, match=message), engine.watching():
         loss = oracle.mean_loss(forward(module, oracle.features()))
         engine.backward(loss)
         engine.take(1.0)
 
 
-def test_forward_and_backward_passes_are_paired_by_the_graph(layer_engine, oracle, mlp):
+def test_forward_and_backward_passes_are_paired_by_the_graph(oracle, mlp):
     module, batch = mlp(), oracle.features()
-    layer_engine.attach(module, oracle.trained(module))
+    engine = LayerCalls(module, oracle.trained(module))
     expected = oracle.clipped(oracle.one_by_one(module, batch), 0.1)
-    module(oracle.features())  # not part of the loss
-    loss = oracle.mean_loss(module(batch))
-    module(oracle.features())
-    layer_engine.backward(loss)
-    total = bounded_sum(layer_engine.take(1.0), 0.1).value.double()
+    with engine.watching():
+        module(oracle.features())  # not part of the loss
+        loss = oracle.mean_loss(module(batch))
+        module(oracle.features())
+    engine.backward(loss)
+    total = bounded_sum(engine.take(1.0), 0.1).value.double()
     assert (total - expected).norm() / expected.norm() <= 1e-5
 
 
-def test_a_record_that_is_not_finite_is_no_wrong_mean(hooks, oracle, mlp):
+def test_a_record_that_is_not_finite_is_no_wrong_mean(oracle, mlp):
     module, batch = mlp(), oracle.features()
-    hooks.attach(module, oracle.trained(module))
+    hooks = OpacusHooks(module, oracle.trained(module))
     for value in (float("nan"), float("inf"), 1e30):
         batch[1] = value
         assert oracle.run(hooks, module, batch).count == oracle.records

@@ -13,6 +13,7 @@ from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.batches import folding_in_force
 from lightning_dp.gradients.layer_calls import LayerCalls
+from lightning_dp.gradients.opacus_hooks import OpacusHooks
 
 RECORDS = 4
 OWNERS = torch.tensor([3, 0, 0, 3, 3, 0, 2, 3])  # one record without a row, in no order
@@ -67,16 +68,16 @@ def one_by_one(model: OfRows, given: tuple[Tensor, Tensor]) -> Tensor:
 
 
 @pytest.fixture
-def engine() -> Iterator[LayerCalls]:
-    engine = LayerCalls()
-    yield engine
-    engine.detach()
-
-
-@pytest.fixture
 def model() -> OfRows:
     torch.manual_seed(0)
     return OfRows()
+
+
+@pytest.fixture
+def engine(model: OfRows) -> Iterator[LayerCalls]:
+    engine = LayerCalls(model, list(model.parameters()))
+    with engine.watching():
+        yield engine
 
 
 @pytest.fixture
@@ -89,7 +90,6 @@ def expected(model: OfRows) -> tuple[tuple[Tensor, Tensor], Tensor]:
 
 def test_ragged_rows_equal_one_record_at_a_time(model, expected, engine, oracle):
     given, wanted = expected
-    engine.attach(model, oracle.trained(model))
     engine.backward(model(given, OWNERS, RECORDS).square().sum(1).mean())
     found = engine.take(1.0)
     assert found.count == RECORDS
@@ -100,9 +100,8 @@ def test_ragged_rows_equal_one_record_at_a_time(model, expected, engine, oracle)
     assert (total - clipped).norm() <= 1e-5 * clipped.norm()
 
 
-def test_without_the_hint_rows_are_not_taken_for_records(model, expected, engine, oracle):
+def test_without_the_hint_rows_are_not_taken_for_records(model, expected, engine):
     given, _ = expected
-    engine.attach(model, oracle.trained(model))
     hidden = model.backbone(*given)
     output = model.head(hidden.new_zeros(RECORDS, 3).index_add(0, OWNERS, hidden))
     with pytest.raises(UnsupportedModelError, match="more rows than there are records"):
@@ -110,9 +109,8 @@ def test_without_the_hint_rows_are_not_taken_for_records(model, expected, engine
         engine.take(1.0)
 
 
-def test_owners_of_another_number_of_rows_are_refused(model, expected, engine, oracle):
+def test_owners_of_another_number_of_rows_are_refused(model, expected, engine):
     given, _ = expected
-    engine.attach(model, oracle.trained(model))
     with rows_of_records(OWNERS[1:], RECORDS):
         loss = model.backbone(*given).square().sum()
     with pytest.raises(UnsupportedModelError, match=r"backbone\.\S+: .*another number of rows"):
@@ -131,20 +129,20 @@ def test_the_inner_hint_holds_and_ends():
 
 
 @pytest.mark.parametrize("owners", [[0, 5], [-1, 0]])
-def test_an_owner_that_is_no_record_is_refused(owners, engine):
+def test_an_owner_that_is_no_record_is_refused(owners):
     net = nn.Linear(3, 2)
-    engine.attach(net, list(net.parameters()))
-    with rows_of_records(torch.tensor(owners), 2):
+    engine = LayerCalls(net, list(net.parameters()))
+    with engine.watching(), rows_of_records(torch.tensor(owners), 2):
         loss = net(torch.ones(2, 3)).sum()
     with pytest.raises(UnsupportedModelError):
         engine.backward(loss)
 
 
-def test_opacus_hooks_would_take_rows_for_records(hooks):
+def test_opacus_hooks_would_take_rows_for_records():
     """Also where there happen to be as many."""
     net = nn.Linear(3, 2)
-    hooks.attach(net, list(net.parameters()))
     with (
+        OpacusHooks(net, list(net.parameters())).watching(),
         pytest.raises(UnsupportedModelError, match=r"inside rows_of_records.*engine='auto'"),
         rows_of_records(torch.tensor([1, 0]), 2),
     ):

@@ -70,10 +70,10 @@ def test_parameters_that_are_sharded_otherwise_are_refused_by_name(make, says, m
     module = make(mesh)
     for engine in ("auto", "bookkeeping"):
         with pytest.raises(UnsupportedModelError, match=says):
-            EngineChoice(engine).attach(module, list(module.parameters()))
+            EngineChoice(engine).make(module, list(module.parameters()))
     for engine in ("records", "hooks", "one_by_one"):
         with pytest.raises(UnsupportedModelError, match="sharded"):
-            EngineChoice(engine).attach(module, list(module.parameters()))
+            EngineChoice(engine).make(module, list(module.parameters()))
     with pytest.raises(UnsupportedModelError, match="sharded"):
         check_model(module)
 
@@ -83,11 +83,11 @@ def test_some_engines_know_sharded_parameters_and_others_name_one(mesh):
     used = {"auto": "layers", "bookkeeping": "layers", "layers": "layers"}
     for engine, name in used.items():
         choice = EngineChoice(engine)
-        choice.attach(module, list(module.parameters())).detach()
+        choice.make(module, list(module.parameters()))
         assert choice.description == name
     for engine in ("hooks", "one_by_one"):
         with pytest.raises(UnsupportedModelError, match=r"\['0.* sharded "):
-            EngineChoice(engine).attach(module, list(module.parameters()))
+            EngineChoice(engine).make(module, list(module.parameters()))
     with pytest.raises(UnsupportedModelError, match="sharded"):
         check_model(module)
     check_model(module, may_be_sharded=True)
@@ -104,9 +104,9 @@ def test_a_sharded_parameter_that_is_used_outside_of_its_layer_is_refused(mesh):
             return nn.functional.linear(self.layer(x), self.other.weight)
 
     module = fully_shard(Outside(), mesh=mesh)
-    engine = LayerCalls()
-    engine.attach(module, list(module.parameters()))
-    loss = module(torch.randn(3, 6)).square().mean()
+    engine = LayerCalls(module, list(module.parameters()))
+    with engine.watching():
+        loss = module(torch.randn(3, 6)).square().mean()
     with pytest.raises(UnsupportedModelError, match=r"used outside of its layer: .other\.weight. "):
         engine.backward(loss)
 
@@ -135,10 +135,10 @@ def test_a_trained_parameter_of_a_class_of_its_own_is_refused(engine):
     special._is_param = True
     module[2].weight = special
     with pytest.raises(UnsupportedModelError, match=r"'2.weight'.*Quantised.*LoRA"):
-        EngineChoice(engine).attach(module, list(module.parameters()))
+        EngineChoice(engine).make(module, list(module.parameters()))
     module[2].weight.requires_grad_(False)
     trained = [param for param in module.parameters() if param.requires_grad]
-    EngineChoice(engine).attach(module, trained).detach()
+    EngineChoice(engine).make(module, trained)
 
 
 class Swaps(nn.Module):
@@ -158,8 +158,8 @@ class Swaps(nn.Module):
 
 
 def test_a_layer_whose_parameters_are_exchanged_while_it_runs_is_refused(oracle):
-    module, lean = Swaps(), LayerCalls()
-    lean.attach(module, oracle.trained(module))
+    module = Swaps()
+    lean = LayerCalls(module, oracle.trained(module))
     with pytest.raises(
         UnsupportedModelError, match=r"layer \(Linear\) was called with other param"
     ):

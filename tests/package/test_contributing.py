@@ -60,16 +60,16 @@ def test_the_threshold_removes_small_values_only(example):
 
 
 def test_the_engine_example_agrees_with_opacus(example):
-    def sums(engine, layer: nn.Linear) -> torch.Tensor:
-        engine.attach(layer, list(layer.parameters()))
-        loss = nn.functional.cross_entropy(layer(x), y)
+    def sums(kind, layer: nn.Linear) -> torch.Tensor:
+        engine = kind(layer, list(layer.parameters()))
+        with engine.watching():
+            loss = nn.functional.cross_entropy(layer(x), y)
         engine.backward(loss)
         taken = engine.take(2.0)
-        engine.detach()
         assert not layer._forward_hooks
         return taken.weighted_sum(torch.arange(7.0))
 
     layer, x, y = nn.Linear(4, 3), torch.randn(7, 4), torch.arange(7) % 3
     torch.testing.assert_close(
-        sums(example("OneLinearLayer")["OneLinearLayer"](), layer), sums(OpacusHooks(), layer)
+        sums(example("OneLinearLayer")["OneLinearLayer"], layer), sums(OpacusHooks, layer)
     )

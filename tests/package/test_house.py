@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FILES, LINES, STEP = 128, 41_660, 46  # with limits of batches, allocated epochs, 16-mixed
+FILES, LINES, STEP = 128, 41_020, 46  # with limits of batches, allocated epochs, 16-mixed
 
 
 def house():
@@ -19,13 +19,13 @@ def house():
 
 
 def test_it_does_not_grow():
-    size = house().size_of(house().python_files(*house().PACKAGE))
+    files = house().python_files(*house().PACKAGE)
     templates = (ROOT / "lightning_dp").rglob("*.j2")
-    lines = size.lines + sum(len(path.read_text("utf-8").splitlines()) for path in templates)
-    assert size.files <= FILES
-    assert lines <= LINES
+    assert len(files) <= FILES
+    assert sum(len(path.read_text("utf-8").splitlines()) for path in (*files, *templates)) <= LINES
 
 
-def test_a_step_visits_few_files():
-    here = house()
-    assert len(here.output_of(here.STEP.replace("{root}", str(ROOT))).split()) <= STEP
+def test_a_step_visits_few_files(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)  # where the fit writes its journal
+    exec(house().STEP.replace("{root}", str(ROOT)), {})
+    assert 30 < len(capsys.readouterr().out.splitlines()[-1].split()) <= STEP

@@ -63,10 +63,10 @@ def test_it_runs_on_small_archives(run_paper, tmp_path):
     arguments = ["--data", str(tmp_path), "--quick", "--seeds", "1"]
     done = run_paper("async_federated.py", *arguments, data=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("## ") == 5
+    assert done.stdout.count("## ") == 6
 
 
-# -- the paper's parameter selection prints the paper's numbers; the true ε stands beside the ----
+# -- the paper's parameter selection prints the paper's numbers, and the true ε ----------------------
 
 
 EXACT, ROUNDED = 1e-12, 1e-6

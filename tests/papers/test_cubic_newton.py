@@ -68,12 +68,13 @@ class Margin(nn.Module):
 
 def by_the_engine(x: Tensor, point: Tensor, direction: Tensor | None, query: Query) -> Tensor:
     """The clipped sum by the package's engine, from an ordinary model."""
-    model, engine = Margin(point), LayerCalls()
+    model = Margin(point)
     params = list(model.parameters())
-    engine.attach(model, params)
+    engine = LayerCalls(model, params)
 
     def run() -> Tensor:
-        return nn.functional.softplus(-model(x)).mean()
+        with engine.watching():
+            return nn.functional.softplus(-model(x)).mean()
 
     if direction is None:
         engine.backward(run())
@@ -82,9 +83,7 @@ def by_the_engine(x: Tensor, point: Tensor, direction: Tensor | None, query: Que
         gradients = engine.along(run, direction, (1.0, 1.0))
     if query.coordinates is not None:
         gradients = gradients.restrict(query.coordinates)
-    total = bounded_sum(gradients, query.clip_norm).value
-    engine.detach()
-    return total
+    return bounded_sum(gradients, query.clip_norm).value
 
 
 @pytest.mark.parametrize("coordinates", [None, torch.tensor([0, 2, 5])])

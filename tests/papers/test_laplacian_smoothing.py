@@ -101,7 +101,7 @@ def test_training_noises_before_it_smooths_and_averages_the_second_half(logistic
 
 
 def test_with_a_clipped_mean_one_record_may_move_it_by_the_whole_bound(logistic):
-    """Why the authors' program has no ε: three records, and the third alone turns the mean."""
+    """The authors' program has no ε: of three records the third alone turns the mean."""
     protocol = logistic.Protocol(3, 3, 1, "constant", clips_mean=True)
     x, y = torch.full((3, 784), 0.01), torch.tensor([0, 0, 1])
     x[2] = 100.0
@@ -116,21 +116,22 @@ def test_with_a_clipped_mean_one_record_may_move_it_by_the_whole_bound(logistic)
 @pytest.mark.parametrize(
     ("network", "shape"), [("mnist_network", (1, 28, 28)), ("cifar_network", (3, 24, 24))]
 )
-def test_the_per_sample_gradients_of_the_networks_are_autograds(network, shape, example):
+def test_the_networks_sums_are_sums_of_clipped_gradients(network, shape, example):
     torch.manual_seed(0)
     net = getattr(example.cnn, network)()
     x, y = torch.randn(3, *shape), torch.tensor([1, 7, 2])
-
-    found = example.cnn.gradients(net, x, y)
-
-    assert found.count == 3
+    exact = []
     for i in range(3):
         loss = nn.functional.cross_entropy(net(x[i : i + 1]), y[i : i + 1])
-        exact = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))])
-        one = torch.zeros(3)
-        one[i] = 1
-        torch.testing.assert_close(found.weighted_sum(one), exact, rtol=1e-3, atol=1e-6)
-        assert float(found.norms()[i]) == pytest.approx(float(exact.norm()), rel=1e-4)
+        exact.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, net.parameters())]))
+    clip_norm = float(exact[0].norm()) / 2  # so that it makes a difference
+
+    trainee = example.cnn.Trainee(net, x, y)
+    query = example.cnn.Query((example.cnn.Term(),), clip_norm, 1.0)
+    found = trainee.bounded_sum(query, [0, 1, 2]).value
+
+    expected = sum(g * min(1.0, clip_norm / float(g.norm())) for g in exact)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -139,7 +140,7 @@ def test_the_quick_run_prints_its_tables_and_draws_its_pictures(run_paper, folde
     assert done.returncode == 0, done.stderr
     for words in (
         "## 1. Multiclass logistic regression on MNIST",
-        "(paper 76.29)",
+        ", paper 76.29",
         "Smoothing is not worse than none in",
         "## 2. The paper's CNN on MNIST",
         "## 3. MNIST at noise multiplier 10",

@@ -46,7 +46,9 @@ def test_each_epoch_has_each_record_once_and_another_allocation(start, ranks):
     found = []
     for rank in range(ranks):
         rng = random_generator(rank, 3)
-        draw = RandomAllocation().begin(BATCHES, rank, ranks, rng, start)
+        draw = RandomAllocation().begin(
+            BATCHES, range(rank, BATCHES.num_records, ranks), rng, start
+        )
         batches = [draw(step, 0.05, rng).tolist() for step in range(start, start + 60)]
         for first in (0, 20, 40):
             epoch = [record for batch in batches[first : first + 20] for record in batch]
@@ -58,7 +60,7 @@ def test_each_epoch_has_each_record_once_and_another_allocation(start, ranks):
 
 def test_places_are_uniform_and_independent_of_the_epoch_before():
     rng, trials = random_generator(5, 3), 4000
-    draw = RandomAllocation().begin(BatchPlan(6, 0.25, 1, 4), 0, 1, rng)
+    draw = RandomAllocation().begin(BatchPlan(6, 0.25, 1, 4), range(6), rng)
     places = np.zeros((trials, 6), dtype=int)
     for epoch in range(trials):
         for place in range(4):
@@ -73,14 +75,14 @@ def test_the_step_of_a_record_does_not_depend_on_others():
     drawn = []
     for num_records in (1000, 1001):
         plan, rng = BatchPlan(num_records, 0.05, 1, 20), random_generator(5, 3)
-        draw = RandomAllocation().begin(plan, 0, 1, rng)
+        draw = RandomAllocation().begin(plan, range(plan.num_records), rng)
         drawn.append([set(draw(step, 0.05, rng).tolist()) - {1000} for step in range(20)])
     assert drawn[0] == drawn[1]
 
 
 def test_a_loader_that_read_ahead_finds_its_epoch_again():
     rng = random_generator(0, 3)
-    draw = RandomAllocation().begin(BATCHES, 0, 1, rng)
+    draw = RandomAllocation().begin(BATCHES, range(BATCHES.num_records), rng)
     before = draw(19, 0.05, rng).tolist()
     draw(22, 0.05, rng)
     assert draw(19, 0.05, rng).tolist() == before

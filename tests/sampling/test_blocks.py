@@ -44,7 +44,9 @@ BATCHES = BatchPlan(1000, 0.05, chunks_per_step=1, steps_per_epoch=20)
 
 
 def draws(sampling, steps, batches=BATCHES, rank=0, world_size=1, seed=0, start=0):
-    draw = sampling.begin(batches, rank, world_size, random_generator(seed, 3))
+    draw = sampling.begin(
+        batches, range(rank, batches.num_records, world_size), random_generator(seed, 3)
+    )
     rng = random_generator(seed, 1)
     return [draw(step, batches.sample_rate, rng) for step in range(start, start + steps)]
 
@@ -88,7 +90,7 @@ def test_the_part_of_a_record_does_not_depend_on_others():
     more = BatchPlan(1001, 0.05, 1, 20)
     parts = []
     for batches in (BATCHES, more):
-        draw = CyclicPoisson(4).begin(batches, 0, 1, random_generator(5, 3))
+        draw = CyclicPoisson(4).begin(batches, range(batches.num_records), random_generator(5, 3))
         parts.append([set(draw(t, 0.25, random_generator(0)).tolist()) - {1000} for t in range(4)])
     assert parts[0] == parts[1]
     assert set().union(*parts[0]) == set(range(1000))  # b q = 1 takes all of a part
@@ -104,7 +106,7 @@ def test_ranks_share_the_records_and_parts_are_drawn_anew_in_each_block():
 
 
 def test_one_part_is_poisson_sampling_to_the_record():
-    draw = CyclicPoisson(1).begin(BATCHES, 0, 1, random_generator(0, 3))
+    draw = CyclicPoisson(1).begin(BATCHES, range(1000), random_generator(0, 3))
     assert chunks(CyclicPoisson(1), draw, 40) == chunks(Poisson(), lambda *_: None, 40)
 
 
@@ -165,7 +167,7 @@ def test_a_batch_larger_than_the_data_is_all_of_them():
 
 @pytest.mark.parametrize("limit", [20, 13])
 def test_the_order_goes_on_where_epochs_of_the_trainer_end_early(limit):
-    draw, step = FixedOrder().begin(BATCHES, 0, 1, random_generator(0)), 0
+    draw, step = FixedOrder().begin(BATCHES, range(1000), random_generator(0)), 0
     sampler = ChunkSampler(
         BATCHES,
         FixedOrder(),

@@ -390,7 +390,7 @@ def test_nothing_that_is_remembered_is_saved(fit, numbered, classifier, tmp_path
         ({"noise": BandedNoise(8), "sampling": CyclicPoisson(4)}, r"CyclicPoisson\(8\)"),
         ({"noise": LambdaCGD(0.9)}, r"Use sampling=FixedOrder\(\), or noise=IndependentNoise"),
         ({**LAMBDA, "sampling": CyclicPoisson(4)}, r"noise=LambdaCGD\(lam=0\.9?8?\)"),
-        ({"sampling": FixedOrder()}, r"Say relation='zero_out'"),
+        ({"sampling": FixedOrder()}, r"Ask for relation='zero_out'"),
         ({**CYCLIC, "noise_schedule": Exponential(0.1)}, r"Exponential.*changes it. Use Constant"),
         ({**FIXED, "noise_schedule": Exponential(0.1)}, r"Use Constant\(\)"),
         ({**CYCLIC, "estimator": Diff2(4)}, r"Diff2\(.* asks otherwise"),

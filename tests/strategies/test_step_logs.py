@@ -36,8 +36,7 @@ class Model(LightningModule):
         self.several = MetricCollection(several, prefix="m_")
         self.count, self.seen = 0, []
         self.register_buffer("steps", torch.zeros(()))
-        self.engine, self.effects = Records(), SideEffects(self)
-        self.engine.attach(self, list(self.parameters()))
+        self.engine, self.effects = Records(self, list(self.parameters())), SideEffects(self)
         self.is_alone = is_alone
 
     def forward(self, x):

@@ -147,7 +147,7 @@ def test_epsilon_is_that_of_users(fit):
     users = [row % 40 for row in range(400)]
     unit = UserLevel(users, most_rows=4)
     model = fit(TensorDataset(x.double(), y), 10, trainer={"max_steps": 12}, unit=unit)
-    oracle = Oracle().compose(
+    oracle = Oracle(value_discretization_interval=5e-4).compose(
         SelfComposedDpEvent(PoissonSampledDpEvent(10 / 40, GaussianDpEvent(1.0)), 12)
     )
     epsilon = oracle.get_epsilon(1e-5)
@@ -305,7 +305,7 @@ def test_units_that_do_not_meet_pass_all_comparisons(make_trainer, options):
     x, y = records(96)
     privacy = checked(**options)
     model = Classifier(nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.2), nn.Linear(5, 3)))
-    trainer = make_trainer(callbacks=[privacy], max_steps=40)
+    trainer = make_trainer(callbacks=[privacy], max_steps=6)
     trainer.fit(model, DataLoader(TensorDataset(x, y), 12))
     report = privacy.report()
     assert report.isolation == "compared on synthetic samples"

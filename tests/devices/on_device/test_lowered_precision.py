@@ -65,13 +65,11 @@ def exact(net: Times, x: Tensor, clip_norm: float) -> Tensor:
 @pytest.mark.parametrize("kind", ["linear", "convolution"])
 def test_clipped_sums_are_those_of_float64(kind: str, engine: str) -> None:
     net, x = almost_nothing(kind)
-    attached = EngineChoice(engine).attach(net, list(net.parameters()))
+    attached = EngineChoice(engine).make(net, list(net.parameters()))
     places = torch.arange(len(x), device=x.device)
     loss = attached.run(lambda batch: net(*batch).mean(), SampleBatch((x, places), len(x)))
-    attached.rest()
     attached.backward(loss)
     found = bounded_sum(attached.take(1.0), 0.5).value.cpu().double()
-    attached.detach()
     wanted = exact(net, x, 0.5)
     error = float((found - wanted).norm() / wanted.norm())
     # Float32 leaves 2e-4 of norms of terms that cancel like this; TF32 leaves nothing.

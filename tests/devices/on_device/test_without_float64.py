@@ -83,12 +83,11 @@ def test_no_record_is_longer_than_its_bound(kind: str, clip_norm: float) -> None
         params = list(net.parameters())[:1]
         net.requires_grad_(False)
         params[0].requires_grad_(True)
-        engine = EngineChoice("layers").attach(net, params)
-        loss = (net(x * size) * weight).sum()
-        engine.rest()
+        engine = EngineChoice("layers").make(net, params)
+        with engine.watching():
+            loss = (net(x * size) * weight).sum()
         engine.backward(loss, keep_graph=True)
         total = bounded_sum(engine.take(1.0), clip_norm).value.cpu().double()
-        engine.detach()
         assert total.norm() <= clip_norm * (1 + 1e-5)
         raw = torch.autograd.grad(loss, params)[0].flatten().cpu().double()
         if raw.norm() < 1e30:

@@ -38,7 +38,7 @@ from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.accounting.journal import read_journal
 from lightning_dp.callbacks import DifferentialPrivacy, PrivateDDPStrategy
 from tests.older_torch import fsdp_on_cpu
-from tests.zoo import WholeSet, flat, records
+from tests.zoo import WholeSet, flat, private, records
 
 
 def numbered(n: int) -> TensorDataset:
@@ -122,10 +122,10 @@ def fit(
     ckpt_path: Path | None = None,
     **options: Any,
 ) -> tuple[L.Trainer, DifferentialPrivacy | None]:
-    """One fit on two ranks; with privacy=None the strategy has it."""
+    """One fit on two ranks, without comparisons; with privacy=None the strategy has it."""
     callback = None
     if privacy is not None:
-        callback = DifferentialPrivacy(**{"target_delta": 1e-5, **privacy})
+        callback = private(**privacy)
     quiet: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 2,
@@ -147,7 +147,8 @@ def plain(folder: Path) -> dict[str, Any]:
     model = Model(rank())
     before = model.everything()
     privacy = {"noise_multiplier": 0.0, "max_grad_norm": math.inf, "sampling": FullBatch()}
-    trainer, callback = fit(model, numbered(51), 8, privacy, folder, max_epochs=5)
+    compared = {**privacy, "checks": Checks()}
+    trainer, callback = fit(model, numbered(51), 8, compared, folder, max_epochs=5)
     return {
         "before": before,
         "at_start": model.at_start,
@@ -186,7 +187,6 @@ def users(folder: Path) -> dict[str, Any]:
         "max_grad_norm": 0.8,
         "sampling": FullBatch(),
         "unit": UserLevel(owners, most_rows=9),
-        "checks": Checks(dry_run=False, comparisons=False),
     }
     _, callback = fit(model, numbered(51), 4, privacy, folder, max_epochs=2)
     return {
@@ -339,7 +339,7 @@ def ordered(folder: Path) -> dict[str, Any]:
 def sparse(folder: Path) -> dict[str, Any]:
     """Two records in four chunks per step, a budget that ends it, and folders of their own."""
     model = Logging(rank(), folder / "rank0" / "privacy")
-    privacy = {"noise_multiplier": 1.0, "target_epsilon": 0.6}
+    privacy = {"noise_multiplier": 1.0, "target_epsilon": 0.6, "checks": Checks()}
     options = {"max_epochs": 1, "accumulate_grad_batches": 2, "min_steps": 90}
     trainer, callback = fit(model, numbered(400), 1, privacy, folder / f"rank{rank()}", **options)
     return {

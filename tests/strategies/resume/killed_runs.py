@@ -1,7 +1,4 @@
-"""Trains, is killed, resumes: each time in a new process, forked from here to save the imports.
-
-Usage: python killed_runs.py ROUNDS.json, a list of objects with the keys of Round.
-"""
+"""Trains, is killed, resumes: each time in a new process, forked from the test's."""
 
 from __future__ import annotations
 
@@ -10,9 +7,9 @@ import os
 import random
 import resource
 import signal
-import sys
 import time
 import traceback
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +20,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_dp.gradients.layer_calls
-import lightning_dp.report.files
-import lightning_dp.strategies.strategy  # noqa: F401 (what a fit imports, once for all lives)
 from lightning_dp import BandedNoise, Checks, CyclicPoisson, FixedOrder, RandomAllocation
 from lightning_dp.callbacks import DifferentialPrivacy
 
@@ -123,6 +117,7 @@ class Model(L.LightningModule):
 
 def train(round_: Round, resume: Path | None) -> None:
     """One process: train to the planned end, or die on the way."""
+    warnings.resetwarnings()  # errors in the test's process; a resume may have nothing left to do
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(48, 6), torch.arange(48) % 3)
     quiet = {"checks": Checks(dry_run=False, comparisons=False)}
@@ -203,20 +198,14 @@ def in_new_process(round_: Round, resume: Path | None) -> int:
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    for arguments in json.loads(Path(sys.argv[1]).read_text()):
-        round_ = Round(**arguments)
-        round_.path.mkdir()
-        ended_by = in_new_process(round_, None)
-        (round_.path / "ended_by").write_text(str(ended_by))
-        (journal,) = (round_.path / "privacy").glob("*.journal")
-        (round_.path / "journal_after_kill").write_bytes(journal.read_bytes())
-        log = round_.path / "optimizer.log"
-        (round_.path / "optimizer_after_kill.log").write_bytes(log.read_bytes())
-        last = max(round_.path.glob("step=*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))
-        in_new_process(replace(round_, place=""), last)
-
-
-if __name__ == "__main__":
-    main()
+def run(round_: Round) -> None:
+    """Kill a run, keep what it left, and resume it."""
+    round_.path.mkdir()
+    ended_by = in_new_process(round_, None)
+    (round_.path / "ended_by").write_text(str(ended_by))
+    (journal,) = (round_.path / "privacy").glob("*.journal")
+    (round_.path / "journal_after_kill").write_bytes(journal.read_bytes())
+    log = round_.path / "optimizer.log"
+    (round_.path / "optimizer_after_kill.log").write_bytes(log.read_bytes())
+    last = max(round_.path.glob("step=*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))
+    in_new_process(replace(round_, place=""), last)

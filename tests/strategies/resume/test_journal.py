@@ -184,10 +184,11 @@ def test_a_relative_folder_stays_where_it_was_when_the_fit_began(
     assert len(journals(tmp_path)) == 1
 
 
-def test_a_file_in_the_place_of_the_folder_is_refused_before_any_batch(fit_in, tmp_path):
+@pytest.mark.parametrize("below", [".", "a"])
+def test_a_file_in_the_place_of_the_folder_is_refused_before_any_batch(fit_in, tmp_path, below):
     (tmp_path / "ledgers").write_text("")
     with pytest.raises(JournalDiskError, match=r"ledgers.*ledger_dir"):
-        fit_in(tmp_path / "ledgers")
+        fit_in(tmp_path / "ledgers" / below)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")

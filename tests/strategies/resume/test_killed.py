@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,8 @@ import torch
 
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.journal import JournalError, read_journal
+from tests.strategies.resume.killed_runs import Round, run
+from tests.zoo import flat
 
 PLANNED = 12
 TARGET = 3.0
@@ -66,28 +65,14 @@ NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in RARE else name fo
 
 @pytest.fixture(scope="module")
 def rounds(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """All rounds that are asked for, run one after the other by one script."""
+    """All rounds that are asked for, one after the other."""
     folder = tmp_path_factory.mktemp("rounds")
     asked = [getattr(each, "callspec", None) for each in request.session.items]
     names = [each.params.get("name") for each in asked if each is not None]
     chosen = {name: what for name, what in ROUNDS.items() if name in names}
-    arguments = [{"folder": str(folder / name), **what} for name, what in chosen.items()]
-    arguments.append({"folder": str(folder / "disk full"), "place": "disk full", "step": 7})
-    arguments += [{"folder": str(folder / name), **BLOCKS[name]} for name in BLOCKS]
-    run_script(folder, arguments)
+    for name, what in {**chosen, "disk full": {"place": "disk full", "step": 7}, **BLOCKS}.items():
+        run(Round(str(folder / name), **what))
     return folder
-
-
-def run_script(folder: Path, arguments: list[dict[str, Any]]) -> None:
-    (folder / "rounds.json").write_text(json.dumps(arguments))
-    done = subprocess.run(
-        [sys.executable, Path(__file__).parent / "killed_runs.py", folder / "rounds.json"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def charges(path: Path) -> int:
@@ -179,34 +164,6 @@ def test_resume_after_a_full_disk_cuts_the_torn_line(rounds):
 # -- a charge that cannot be written ends training before the data of its step is used -----------------
 
 
-class Watch(L.Callback):
-    """Keeps the weights as they were before each batch, and counts the batches that were used."""
-
-    def __init__(self) -> None:
-        self.weights: torch.Tensor | None = None
-        self.started = 0
-
-    def flat(self, module: L.LightningModule) -> torch.Tensor:
-        return torch.nn.utils.parameters_to_vector(module.parameters()).detach().clone()
-
-    def on_fit_start(self, trainer: Any, module: L.LightningModule) -> None:
-        self.weights, self.module = self.flat(module), module
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.started += 1
-
-    def nothing_moved(self) -> bool:
-        return self.weights is not None and torch.equal(self.weights, self.flat(self.module))
-
-
-def test_folder_that_cannot_be_made_ends_the_fit_before_the_first_batch(fit, tmp_path):
-    (tmp_path / "file").write_text("not a folder")
-    watch = Watch()
-    with pytest.raises(JournalError, match=r"file.*ledger_dir"):
-        fit(privacy={"ledger_dir": str(tmp_path / "file" / "ledger")}, callbacks=(watch,))
-    assert watch.started == 0 and watch.nothing_moved()
-
-
 def test_journal_that_is_deleted_during_the_run_ends_it_and_is_missed_at_resume(
     fit, save_at, tmp_path
 ):
@@ -217,10 +174,15 @@ def test_journal_that_is_deleted_during_the_run_ends_it_and_is_missed_at_resume(
             if batch_idx == 3:
                 next((tmp_path / "privacy").glob("*.journal")).unlink()
 
-    watch = Watch()
+    started: list[int] = []
+
+    class Watch(L.Callback):
+        def on_train_batch_start(self, *arguments: Any) -> None:
+            started.append(arguments[-1])
+
     with pytest.raises(JournalError, match=r"is gone .* while this run charges it"):
-        fit(callbacks=(save_at(tmp_path / "a.ckpt", 0, 3), Delete(), watch), max_steps=6)
-    assert watch.started == 4 + 1  # the fifth batch began, and was refused
+        fit(callbacks=(save_at(tmp_path / "a.ckpt", 0, 3), Delete(), Watch()), max_steps=6)
+    assert len(started) == 4 + 1  # the fifth batch began, and was refused
     with pytest.raises(JournalError, match="is missing"):
         fit(tmp_path / "a.ckpt")
 
@@ -240,7 +202,7 @@ def test_failing_fsync_reaches_the_user_before_training_step(fit, tmp_path, monk
             self, trainer: Any, module: Any, batch: Any, batch_idx: int
         ) -> None:
             if batch_idx == 3:
-                self.weights = torch.nn.utils.parameters_to_vector(module.parameters()).clone()
+                self.weights, self.module = flat(module), module
                 monkeypatch.setattr("os.fsync", self.fail)
 
         @staticmethod
@@ -248,15 +210,8 @@ def test_failing_fsync_reaches_the_user_before_training_step(fit, tmp_path, monk
             raise OSError(5, "Input/output error")
 
     fit.classifier = Counting
-    broken, model = Break(), {}
-
-    class Keep(L.Callback):
-        def on_fit_start(self, trainer: Any, module: Any) -> None:
-            model["module"] = module
-
+    broken = Break()
     with pytest.raises(OSError, match="Input/output error"):
-        # The probe runs the model, too.
-        fit(callbacks=(broken, Keep()))
+        fit(callbacks=(broken,))
     assert used == [0, 1, 2]
-    after = torch.nn.utils.parameters_to_vector(model["module"].parameters())
-    torch.testing.assert_close(after, broken.weights, rtol=0, atol=0)
+    assert torch.equal(flat(broken.module), broken.weights)
