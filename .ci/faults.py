@@ -201,7 +201,7 @@ FAULTS = (
         "mechanism",
     ),
     Fault("fixed_order_as_add_remove", 'if relation != "add_remove"', "or True"),
-    Fault("written_weights_pass", "written = [names[i] for i in before.written()]", "[:0]"),
+    Fault("written_weights_pass", "(places := before.written()", "[:0]"),
     Fault("steps_left_out_pass", "is_fault = self._usual is not None", "and False"),
     Fault(
         "edited_moments_pass",
@@ -212,7 +212,7 @@ FAULTS = (
     Fault("norms_not_judged", "before.norms.clamp(min=1.0)).sum().abs() * (n / k)", " * 0"),
     Fault("a_rule_that_reads_is_public", "return stops(_unreadable(reads))", " or True  #"),
     Fault("callbacks_mix_records", "not (is_same or self._step.one_record)", "and False"),
-    Fault("stops_by_state_are_public", "_put(now, self._ever, sign * _FAR", " * 0"),
+    Fault("stops_by_state_are_public", "self._world(self._ever, sign * _FAR", " * 0"),
     Fault(
         "weights_of_hooks_saved",
         "names = self._changed | self._open_weights()",

@@ -14,7 +14,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
-from operator import is_
+from operator import is_, is_not
 from pathlib import PurePath
 from typing import Any, Literal, TypeAlias
 
@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 __all__ = [
+    "IS_THERE",
     "OWN_GENERATORS",
     "Difference",
     "Path",
@@ -36,6 +37,7 @@ __all__ = [
     "apart",
     "as_text",
     "generator_state",
+    "modules_of",
     "put_back",
     "restored",
     "seed_own",
@@ -43,6 +45,9 @@ __all__ = [
     "set_generator_state",
     "state_of",
 ]
+
+IS_THERE = partial(is_not, None)
+"""Lets ``filter`` leave out None."""
 
 OWN_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
@@ -119,12 +124,8 @@ class RandomState:
         generator.set_state(self._cpu)
         return generator.initial_seed()
 
-    def is_now(self) -> bool:
-        """Return whether as many random numbers were drawn by then as by now."""
-        return self.is_same(RandomState(self._device))
-
     def is_same(self, now: RandomState) -> bool:
-        """Tell the same of another moment."""
+        """Return whether as many random numbers were drawn by then as by another moment."""
         mine, its = (
             (each._cpu, *([] if each._there is None else [each._there])) for each in (self, now)
         )
@@ -203,6 +204,14 @@ def seed_own(generator: Any, seed: int) -> None:
         generator.manual_seed(seed)
     else:
         generator.seed(seed)
+
+
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """Return a module and all in it, the shared ones at each place: ``modules()`` takes much longer."""
+    modules: list[Any] = [module]
+    for each in modules:  # which grows
+        modules += filter(IS_THERE, each._modules.values())
+    return modules
 
 
 # -- what a module keeps ------------------------------------------------------------------------

@@ -11,17 +11,15 @@ record i. Accounting turns that, and how batches are drawn, into ε.
 2. :func:`bounded_sum` is the only function that makes a :class:`BoundedSum` from data. It scales
    each record's vector by a factor that depends on that vector's norm alone, so one record more or
    less moves the sum by a vector of norm at most C, whatever the other records are. (That a
-   record's vector depends on that record alone is for the isolation check to find out.) The vector
-   may be longer than a gradient (:class:`~lightning_dp.clipping.CountedGradients`).
-3. A bounded sum begins in two more ways, each with the trust it needs in its name: with no records
-   (:meth:`BoundedSum.empty`), or from a party that is trusted to have bounded it
-   (:meth:`BoundedSum.received`). :meth:`BoundedSum.plus` adds sums over disjoint records, so each
-   record still has one part in the result.
+   record's vector depends on that record alone is for the isolation check to find out.)
+3. A bounded sum also begins with no records (:meth:`BoundedSum.empty`), or from a party that is
+   trusted to have bounded it (:meth:`BoundedSum.received`). :meth:`BoundedSum.plus` adds sums over
+   disjoint records, so each record has one part in the result.
 4. :func:`add_noise` is the only function that turns a bounded sum into a :class:`Release`. It draws
    the noise, with C from the sum itself, so that the noise is never scaled to a bound that was not
    enforced. A sum may begin with its noise, and must where parameters are sharded: then
-   :func:`begin_with_noise` has drawn it before the first record, with C from the empty sum, and
-   :func:`add_noise` compares and draws none. No other function draws noise.
+   :func:`begin_with_noise` has drawn it, with C from the empty sum, and :func:`add_noise` compares
+   and draws none. No other function draws noise.
 5. All else (estimators, schedules, post-processing, the optimizer) sees queries and releases only,
    and what is computed from a release is as private as the release.
 
@@ -34,6 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -92,9 +91,9 @@ class Query:
     r"""A question to the data: :math:`\sum_i \mathrm{clip}_C(P_c \sum_k w_k\, h_{ik})` plus noise.
 
     h_ik is the gradient of record i at parameters x_k, or its Hessian there times a direction,
-    P_c keeps the coordinates in c, clip_C scales a vector down to L2 norm C (and leaves shorter
-    ones alone), and the sum gets Gaussian noise of standard deviation z·C in each coordinate.
-    The combination is taken, and restricted to c, per record *before* clipping.
+    P_c keeps the coordinates in c, clip_C scales vectors longer than C down to L2 norm C, and the sum
+    gets Gaussian noise of standard deviation z·C in each coordinate. The combination is taken, and
+    restricted to c, per record *before* clipping.
 
     Args:
         terms: the (w_k, x_k, u_k).
@@ -123,14 +122,16 @@ class Query:
     count_weight: float = 0.0
 
     def __post_init__(self) -> None:
-        c = self.coordinates
-        if c is not None and (c.dtype != torch.int64 or c.dim() != 1 or not len(c)):
-            raise ValueError(
-                f"Query(coordinates=...) must be a vector of int64 numbers, at least one; got "
-                f"{tuple(c.shape)} of {c.dtype}."
-            )
-        if c is not None and not (c[0] >= 0 and bool((c[1:] > c[:-1]).all())):
-            raise ValueError("Query(coordinates=...) must be sorted, distinct and not negative.")
+        if (c := self.coordinates) is not None:
+            if c.dtype != torch.int64 or c.dim() != 1 or not len(c):
+                raise ValueError(
+                    f"Query(coordinates=...) must be a vector of int64 numbers, at least one; got "
+                    f"{tuple(c.shape)} of {c.dtype}."
+                )
+            if not (c[0] >= 0 and bool((c[1:] > c[:-1]).all())):
+                raise ValueError(
+                    "Query(coordinates=...) must be sorted, distinct and not negative."
+                )
         normalise(self, above_0, "clip_norm", of="Query")
         normalise(self, not_negative, "noise_multiplier", of="Query")
         normalise(self, not_negative, "count_weight", of="Query")
@@ -153,7 +154,7 @@ class Query:
         entries = all_coordinates if self.coordinates is None else len(self.coordinates)
         return entries + (self.count_weight > 0)
 
-    @property
+    @cached_property
     def sensitivity(self) -> float:
         """C·√(1 + κ²), the L2 bound of one record's part in the answer; C without a count."""
         return self.clip_norm * math.hypot(1.0, self.count_weight)
@@ -163,7 +164,7 @@ class Query:
         """True if each record's whole gradient at one point is asked for, not a combination."""
         return self.coordinates is None and len(self.terms) == 1 and self.terms[0].direction is None
 
-    @property
+    @cached_property
     def runs_again(self) -> bool:
         """True if more is asked for than the gradient at the present parameters."""
         return any(t.point is not None or t.direction is not None for t in self.terms)
@@ -186,9 +187,8 @@ class PerSampleGradients(Protocol):
 class BoundedSum:
     """A sum over records in which each record's part has L2 norm at most ``clip_norm``.
 
-    Sensitive: it must not be logged, saved or compared. It is made from data by
-    :func:`bounded_sum`, or by :meth:`empty` or :meth:`received`, never by its constructor;
-    :func:`add_noise` turns it into something that may be seen.
+    Sensitive: it must not be logged, saved or compared. It is made by :func:`bounded_sum`,
+    :meth:`empty` or :meth:`received`, never by its constructor.
 
     Args:
         value: flat vector of length d, or of the query's coordinates.
@@ -202,22 +202,13 @@ class BoundedSum:
 
     @classmethod
     def empty(cls, query: Query, params: Sequence[Tensor]) -> BoundedSum:
-        """Return the answer of no records: zeros, in at least float32.
-
-        Args:
-            query: what was asked.
-            params: the trainable parameters, for their number, type and device.
-        """
+        """Return the answer of no records: zeros, in at least float32."""
         size = query.size(number_of_entries(params))
         return cls(flat_zeros(params, size), query.sensitivity)
 
     @classmethod
     def received(cls, value: Tensor, query: Query) -> BoundedSum:
-        """Return a sum that another party computed, trusting it to have bounded every record.
-
-        Nothing here can check that: the guarantee holds if the party that sent ``value`` made it
-        by :func:`bounded_sum`, for this query.
-        """
+        """Return another party's sum, trusting it to be of :func:`bounded_sum` for this query."""
         return cls(value, query.sensitivity)
 
     def plus(self, other: BoundedSum) -> BoundedSum:
@@ -245,9 +236,9 @@ def bounded_sum(
 ) -> BoundedSum:
     r"""Return :math:`\sum_i g_i \min(1, C/\|g_i\|)`: one record moves it by at most C.
 
-    Promises: each record contributes a vector of L2 norm at most ``clip_norm`` (up to rounding);
-    a record whose gradient is not finite contributes zero; no record affects another's part. It
-    also contributes zero where float32 cannot hold its gradient scaled down.
+    Promises: each record contributes a vector of L2 norm at most ``clip_norm`` (up to rounding), and
+    affects no other's part; one whose gradient is not finite, or scaled down is too small for float32,
+    contributes zero.
 
     Args:
         gradients: the g_i, a vector for each record.
@@ -265,12 +256,10 @@ def bounded_sum(
     if onto is not None:
         onto.check_bound(clip_norm)
     norms = gradients.norms()
-    # Above LARGEST_NORM a weight of C / norm has too few digits left to bound anything: such a record
-    # is left out, as one whose norm is not finite.
+    # Above LARGEST_NORM a weight of C / norm has too few digits left to bound anything.
     finite_norms = norms.masked_fill(norms > LARGEST_NORM, math.inf)
     factors = clip_factors(finite_norms, clip_norm)
-    # For C far from 1 the sum is computed in units of C and multiplied by C at the end, so that
-    # neither weights nor partial sums leave the range of float32.
+    # For C far from 1 in units of C, so that neither weights nor partial sums leave float32's range.
     is_near_1 = 1e-3 <= clip_norm <= 1e3 or clip_norm == math.inf
     unit = 1.0 if is_near_1 else min(clip_norm, LARGEST_NORM)
     if unit != 1:
@@ -331,19 +320,17 @@ def begin_with_noise(
 ) -> Callable[[], BoundedSum]:
     """Begin a query's sum with its noise, drawn in the background: :func:`add_noise` then adds none.
 
-    Noise plus clipped gradients is what clipped gradients plus noise is, and the memory of the sum
-    never holds an un-noised one. Each process draws the noise of its share, as in :func:`add_noise`.
-    Where parameters are sharded it must be so: each process holds its shard of the total over all
-    processes, which is added up while the sum is made, so its un-noised total exists nowhere.
+    Each process draws the noise of its share, as in :func:`add_noise`. Where parameters are sharded
+    each holds its shard of the total over all processes, which is added up while the sum is made; so
+    its un-noised total exists nowhere.
 
     Args:
         query: what was asked, and charged.
         params: the trained parameters; of sharded ones what this process holds.
-        source: of the noise.
-        world: the processes.
+        source, world: of the noise; the processes.
 
     Returns:
-        What waits until all noise is there, and gives the sum; nobody else has it before.
+        A function that waits until all noise is there, and gives the sum.
 
     Raises:
         ValueError: if the query has no finite bound, or if parameters are sharded and it counts
@@ -377,13 +364,11 @@ def add_noise(
 ) -> Release:
     """Noise the sum over all ranks once: ``sum_ranks total + N(0, (z C)^2 I)``.
 
-    C comes from the sum itself, so the noise cannot be scaled to a bound that was not enforced.
     Each rank adds the noise of its share of the entries to its own sum, from its own source, *before*
     the ranks' sums are added up, and every rank gets the same release. So each entry has the noise of
     one rank, the un-noised total exists nowhere, and nobody draws more than d / ranks values. The noise
-    is added in the memory of the sum, so there is no sum any longer, and one vector of the model's size
-    (a secure source takes a float64 one besides).
-    A sum that began with its noise gets no more.
+    is added in the memory of the sum, so there is no sum any longer (a secure source takes a float64
+    vector besides). A sum that began with its noise gets no more.
     """
     noise_std = _noise_std(total, noise_multiplier)
     has_begun = total.noise_std is not None
@@ -403,7 +388,7 @@ def add_noise(
 
 
 def _noise_std(total: BoundedSum, noise_multiplier: float) -> float:
-    """Return z·C, with C from the sum itself, so that no noise is scaled to a bound not enforced."""
+    """Return z·C, with C from the sum itself."""
     noise_multiplier = not_negative("noise_multiplier", noise_multiplier)
     if noise_multiplier == 0:  # explicitly not private; keeps an infinite clip norm meaningful
         return 0.0

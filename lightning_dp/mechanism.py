@@ -54,6 +54,7 @@ class _Step:
         charged: z that the step was charged with.
         size: d, the entries of all parameters.
         asked: its queries; none if it asks nothing.
+        query: the one to be answered now.
         total: the answer of the chunks so far; None before the first one, if it did not begin with the
             noise.
         begun: gives the total that begins with the noise, as soon as that is drawn.
@@ -62,14 +63,10 @@ class _Step:
     driver: Driver
     charged: float
     size: int
-    asked: tuple[Query, ...] = ()
+    asked: tuple[Query, ...]
+    query: Query | None
     total: BoundedSum | None = field(default=None, repr=False)
     begun: Callable[[], BoundedSum] | None = field(default=None, repr=False)
-
-    @property
-    def query(self) -> Query | None:
-        """The query to be answered now."""
-        return self.asked[-1] if self.asked else None
 
 
 @dataclass
@@ -127,17 +124,14 @@ class Mechanism:
     _begun: _Step | None = field(default=None, init=False, repr=False)  # None between steps
     _is_loaded: bool = field(default=False, init=False, repr=False)  # the states are a file's
     covered: int = field(default=0, init=False)  # steps to come that are charged already
+    step: int = field(default=0, init=False)
+    """The step of the plan that is next, or that was begun."""
 
     def __post_init__(self) -> None:
         self._schedule_state = self.plan.shape.init()
         self._filter = NoiseFilter(self.plan.estimator, self.postprocessing)
 
     # -- where it is -------------------------------------------------------------------------
-
-    @property
-    def step(self) -> int:
-        """The step of the plan that is next, or that was begun."""
-        return 0 if self._driver is None else self._driver.step
 
     @property
     def exhausted(self) -> bool:
@@ -207,7 +201,7 @@ class Mechanism:
         else:
             self.plan.enforce(asked, charged, step)
             self._charge(event)
-        self._begun = _Step(self._driver, charged, number_of_entries(params), asked)
+        self._begun = _Step(self._driver, charged, number_of_entries(params), asked, query)
         is_small = self._begun.size <= _EARLY_VALUES and not self.spares_memory
         if self.world.is_sharded or is_small:
             self.begin_noise(params)
@@ -244,7 +238,7 @@ class Mechanism:
         assert query is not None  # of the first part only
         asked = (*step.asked, query)
         self.plan.enforce(asked, step.charged, self.step)
-        step.asked, self._begun = asked, step
+        step.asked, step.query, self._begun = asked, query, step
         self.begin_noise(params)
 
     def _counting(self, query: Query | None) -> Query | None:
@@ -360,7 +354,7 @@ class Mechanism:
                 estimate, step = self._tell(params)
         finally:
             self.drop()
-        self._driver = step.driver
+        self._driver, self.step = step.driver, step.driver.step
         estimate, self._postprocessing_states = postprocessed(
             self.postprocessing, self._postprocessing_states, estimate, params
         )
@@ -437,7 +431,8 @@ class Mechanism:
         refuse_unknown("its mechanism", state, self.state_dict().keys())
         told = state["estimator"]
         if told is not None:
-            self._driver = Driver(self.plan.estimator, told, int(state["step"]))
+            self.step = int(state["step"])
+            self._driver = Driver(self.plan.estimator, told, self.step)
         self._postprocessing_states = list(state["postprocessing"])
         self._schedule_state = state["schedule"]
         self._unasked = {event_from_dict(event): int(n) for event, n in state["unasked"]}

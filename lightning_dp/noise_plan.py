@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -113,15 +113,15 @@ class NoisePlan:
 
     def noise_multiplier_now(self, state: State, step: int) -> float:
         """Return z_t as chosen at run time; the planned one, unless the schedule is adaptive."""
-        return self.scale * self._relative(lambda: self.shape.now(state, step), step)
+        return self.scale * self._relative(partial(self.shape.now, state), step)
 
     def relative_noise(self, step: int) -> float:
         """Return z_t / scale."""
-        return self._relative(lambda: self.shape(step), step)
+        return self._relative(self.shape, step)
 
-    def _relative(self, shape: Callable[[], float], step: int) -> float:
+    def _relative(self, shape: Callable[[int], float], step: int) -> float:
         try:
-            value = shape()
+            value = shape(step)
         except OverflowError:
             value = math.inf
         if not 0 < value < math.inf:

@@ -193,6 +193,7 @@ class PrivateRun:
         self.not_compared: dict[str, int] = {}  # such steps of which nothing can be said, by reason
         self.is_seeded = config.seed is not None  # for good: also a run resumed without the seed
         self._fit: PlannedFit | None = None  # the latest one; None before the first
+        self.mechanism: Mechanism | None = None  # its own
         self._resumed: dict[str, Any] | None = None  # a checkpoint's record, until a fit begins
         self._cache = EpsilonCache(config.accountant)  # many ask for the present one
 
@@ -217,11 +218,6 @@ class PrivateRun:
     def is_under_way(self) -> bool:
         """True from :meth:`start` to :meth:`stop`; the plan is declared, and the journal open."""
         return self._fit is not None and self._fit.is_under_way
-
-    @property
-    def mechanism(self) -> Mechanism | None:
-        """Makes the steps of the latest fit; None before the first one."""
-        return None if self._fit is None else self._fit.mechanism
 
     @property
     def is_adaptive(self) -> bool:
@@ -401,6 +397,7 @@ class PrivateRun:
             self.ledger.mirror(record)
             self.ledger.begin(run)
         self._fit = fit = self._planned_fit(planned_steps, world, steps_before)
+        self.mechanism = fit.mechanism
         target = self.config.target_epsilon
         if target is not None and self.is_adaptive and world.is_lead:
             self.ledger.note(BUDGET, target, self.config.target_delta, self.config.relation)

@@ -31,6 +31,7 @@ from lightning_dp._world import World
 from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.events import AbstractEvent
+from lightning_dp.accounting.journal import JournalError
 from lightning_dp.boundary import BoundedSum, Query, Release, State, Term, add_noise
 from lightning_dp.estimators.base import Driver, distance
 from lightning_dp.federated.client import (
@@ -272,6 +273,7 @@ class SynchronousServer(AbstractServer):
         self._answered, self._total = set[int](), self._point  # of the query, and the sum so far
         self._encoded: tuple[tuple[int, ...], bytes] = (), b""
         self._missed: set[int] = set()  # left out of an earlier query of this step
+        self._charges = 0  # in the ledger of the list, when last seen
         self._name = secrets.token_hex(8)  # two servers would each noise the same sums
         self._ask()
 
@@ -416,11 +418,20 @@ class SynchronousServer(AbstractServer):
 
     def _is_charged(self) -> bool:
         """Charge the step to the ledger of the list, if there is one, before anybody is asked."""
+        if self.sampling is None:
+            return True
+        ledger = self.sampling.ledger
+        if sum(n for _, n in ledger.history()) < self._charges:
+            raise JournalError(
+                f"{ledger.journal_path} lacks charges of this run: it was lost, or is an old copy. Put "
+                "the right one back.",
+                topic="journal-behind",
+            )
         try:
-            if self.sampling is not None:
-                self.sampling.ledger.release(self._spending, self._place[0], 0, lambda rng: b"")
+            ledger.release(self._spending, self._place[0], 0, lambda rng: b"")
         except BudgetExhausted:
             self._reason = "the list of clients has no budget left"
+        self._charges = sum(n for _, n in ledger.history())
         return not self._reason
 
     def _request(self) -> Message:
@@ -511,6 +522,7 @@ class SynchronousServer(AbstractServer):
             "reason": self._reason,
             "missed": sorted(self._missed),
             "name": self._name,
+            "charges": self._charges,
             "estimator": self._driver.state,
             "local": self._local,
         }
@@ -524,7 +536,7 @@ class SynchronousServer(AbstractServer):
         self._driver = Driver(self.plan.estimator, state["estimator"], *following)
         self._reason, self._query, self._encoded = str(state["reason"]), None, ((), b"")
         self._ask()
-        self._missed = set(state.get("missed", ()))
+        self._missed, self._charges = set(state.get("missed", ())), int(state.get("charges", 0))
 
 
 def _check_plan(plan: NoisePlan, noise: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +37,16 @@ from lightning_dp.isolation.comparison import (
 from lightning_dp.isolation.replay import Run, Runner, StepAsRun, without_dropout
 from lightning_dp.isolation.state import TwinState
 
-__all__ = ["BY_CONSTRUCTION", "CURES", "Check", "Outcome", "Schedule", "Settings", "stand_by"]
+__all__ = [
+    "BY_CONSTRUCTION",
+    "CURES",
+    "Check",
+    "Outcome",
+    "Schedule",
+    "Settings",
+    "outcome_of",
+    "stand_by",
+]
 
 # A fault shows in so many of the further exchanges; a tie that rounding decides does not come again.
 _ATTEMPTS, _MUST_SHOW = 8, 2
@@ -68,7 +77,7 @@ class Settings:
 
 
 @dataclass
-class _Found:
+class _PairResult:
     """The results of one pair of runs."""
 
     exchanged: float = 0.0
@@ -111,7 +120,7 @@ class Check:
         self._kept, self._twins = kept, twins
         self._start = start or RandomState(runner.device)
         self._sizes = [number_of_entries([param]) for param in runner.params]
-        self._first: _Found | None = None
+        self._first: _PairResult | None = None
         self._shown = Counter[str]()
         self._where = ""
         self._fault = ""
@@ -142,8 +151,8 @@ class Check:
             look = partial(self._sample, rows=self._kept(0))
             self.step = StepAsRun(runner, batch, self._samples, look)
 
-    def look(self) -> bool:
-        """Make the first runs; return True if they show something that is to be settled.
+    def look(self) -> None:
+        """Make the first runs, to be settled.
 
         Raises:
             UnsupportedModelError: of the model, whatever its samples are.
@@ -152,7 +161,6 @@ class Check:
             found = self._first = self._pair(0)
             self.not_compared = found.why_not
             self._note_twins(found)
-        return bool(self._seen(found)) or bool(self._fault)
 
     @contextmanager
     def _at_begin(self) -> Iterator[None]:
@@ -164,7 +172,7 @@ class Check:
                 param.requires_grad_(trains)
             yield
 
-    def _beside_step(self, exchanged: Run, kept: list[int]) -> _Found | None:
+    def _beside_step(self, exchanged: Run, kept: list[int]) -> _PairResult | None:
         """Compare the step itself with a run of exchanged samples; None unless that shows nothing."""
         step, self.step = self.step, None
         if step is None or step.run.gradients is None or self._twins.has_ever:
@@ -172,7 +180,7 @@ class Check:
         rows, places = exchanged.rows, places_in(self._samples, kept)
         if not are_given_the_same(step.run.batch, exchanged.batch, rows, places):
             return None  # samples that are read twice are not the same
-        found = _Found()
+        found = _PairResult()
         self._compare(found, step.run, exchanged, kept)
         return None if found.why_not or self._seen(found) else found
 
@@ -206,7 +214,7 @@ class Check:
             is_open = is_open and not self._verdict(first)
         return self._outcome(first)
 
-    def _is_suspect(self, first: _Found) -> bool:
+    def _is_suspect(self, first: _PairResult) -> bool:
         """Return False if the same samples give something else again, or were only put in an order."""
         control = self._run(self._samples, self._kept(0))
         ordered = [self._is_only_ordered(self._kept(i)) for i in range(2)]  # all ranks make both
@@ -237,11 +245,11 @@ class Check:
             return False
         return are_in_other_rows(together.gradients, alone.gradients)
 
-    def _pair(self, attempt: int, *, watched: bool = False) -> _Found:
+    def _pair(self, attempt: int, *, watched: bool = False) -> _PairResult:
         """Run the samples together, with some of them exchanged, and without these."""
         kept = self._kept(attempt)
         variants = Variants.of(self._samples, kept, attempt)
-        found = _Found()
+        found = _PairResult()
         exchanged = self._try(found, variants.exchanged, kept, watched)
         beside = None if exchanged is None else self._beside_step(exchanged, kept)
         if beside is not None:
@@ -252,20 +260,22 @@ class Check:
         if exchanged is None:
             return found
         self._compare(found, together, exchanged, kept)
-        if together.public_steps and not self._settings.is_count_public:
-            fewer = self._try(found, variants.alone, range(len(kept)), watched)
-            found.public |= fewer is not None and _steps_differ(together, fewer)
+        counts_steps = bool(together.public_steps) and not self._settings.is_count_public
+        if not (counts_steps or self._settings.fewer):
+            return found
+        alone = self._try(found, variants.alone, range(len(kept)), watched)
+        if alone is None:
+            return found
+        found.public |= counts_steps and _steps_differ(together, alone)
         if self._settings.fewer:
-            alone = self._try(found, variants.alone, range(len(kept)), watched)
-            if alone is not None:
-                if self._settings.gradients and not together.has_drawn:
-                    found.alone = self._distance(together, alone, len(kept))
-                self._compare_ends(found, together, alone)
-                found.alone_end = alone.end
+            if self._settings.gradients and not together.has_drawn:
+                found.alone = self._distance(together, alone, len(kept))
+            self._compare_ends(found, together, alone)
+            found.alone_end = alone.end
         return found
 
     def _try(
-        self, found: _Found, samples: Sequence[Any], rows: Sequence[int], watched: bool
+        self, found: _PairResult, samples: Sequence[Any], rows: Sequence[int], watched: bool
     ) -> Run | None:
         """Run samples of which the user's code may never have seen the like."""
         try:
@@ -288,7 +298,7 @@ class Check:
 
     # -- what they show ----------------------------------------------------------------------------
 
-    def _compare(self, found: _Found, a: Run, b: Run, kept: list[int]) -> None:
+    def _compare(self, found: _PairResult, a: Run, b: Run, kept: list[int]) -> None:
         """Compare the gradients of the same samples in two runs, and what the module keeps."""
         is_same_draw = a.drawn is not None and b.drawn is not None and a.drawn.is_same(b.drawn)
         isolates = self._runner.passes.engine.isolates
@@ -322,7 +332,7 @@ class Check:
                 found.where = layer or OUTSIDE_OF_LAYERS
         found.runs = [a, b]
 
-    def _compare_ends(self, found: _Found, a: Run, b: Run) -> None:
+    def _compare_ends(self, found: _PairResult, a: Run, b: Run) -> None:
         """Compare what two runs leave: what follows the records, or their number."""
         if a.settings != b.settings:
             found.settings += ("the optimizers' settings",)
@@ -342,7 +352,7 @@ class Check:
         distance = movement(a.gradients, b.gradients, self._settings.whole, kept)
         return float(distance) if bool(distance.isfinite()) else math.inf
 
-    def _note_twins(self, found: _Found) -> None:
+    def _note_twins(self, found: _PairResult) -> None:
         """Run the samples again in the worlds that earlier records could have left."""
         twins = self._twins
         if twins.has_ever and found.runs:
@@ -367,7 +377,7 @@ class Check:
         if len(ends) == 2 and not found.buffers:
             twins.after_pair(ends[0], ends[1], found.alone_end)
 
-    def _in_world(self, world: AbstractContextManager[None]) -> Run:
+    def _in_world(self, world: AbstractContextManager[object]) -> Run:
         with world:
             return self._run(self._samples, self._kept(0))
 
@@ -375,7 +385,7 @@ class Check:
         settings = self._settings
         return max(TOLERANCE, resolution(settings.eps, settings.whole, kept))
 
-    def _seen(self, found: _Found) -> list[str]:
+    def _seen(self, found: _PairResult) -> list[str]:
         """Return the kinds of faults that a pair shows; what rounding may explain is not compared."""
         seen = [f"buffer {name}" for name in found.buffers]
         seen += [f"setting {name}" for name in found.settings]
@@ -388,7 +398,7 @@ class Check:
                 self.not_compared = "the model computes in half precision, which is too coarse"
         return seen
 
-    def _repeats(self, first: _Found, control: Run) -> bool:
+    def _repeats(self, first: _PairResult, control: Run) -> bool:
         """Return True if the same samples give what they gave."""
         if self._distance(first.runs[0], control, len(self._kept(0))) > TOLERANCE:
             self.not_compared = "the same records give other gradients when they are run again"
@@ -400,13 +410,13 @@ class Check:
                 return False
         return True
 
-    def _verdict(self, first: _Found | None) -> str:
+    def _verdict(self, first: _PairResult | None) -> str:
         """Return the kind of fault that has shown often enough; "" if none has."""
         if first is None:
             return ""
         return next((kind for kind in self._seen(first) if self._shown[kind] >= _MUST_SHOW), "")
 
-    def _outcome(self, first: _Found | None) -> Outcome:
+    def _outcome(self, first: _PairResult | None) -> Outcome:
         kind = self._verdict(first)
         if self._fault:
             return Outcome("coupled", self._fault)
@@ -420,6 +430,17 @@ class Check:
         if self.not_compared:
             return Outcome("not compared", self.not_compared)
         return Outcome("isolated")
+
+
+def outcome_of(checks: Iterable[Check], attempts: int = _ATTEMPTS) -> Outcome:
+    """Return the outcome of one check after the other in this process, the first that is not isolated."""
+    found = Outcome("isolated")
+    for check in checks:
+        check.look()
+        found = check.settle(bool, attempts)
+        if found.kind != "isolated":
+            break
+    return found
 
 
 def stand_by(anyone: Callable[[bool], bool], attempts: int = _ATTEMPTS) -> None:

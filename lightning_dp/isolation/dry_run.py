@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -21,7 +21,7 @@ from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.batches import UNKNOWN_LAYOUT, Layout, is_image, leaves, map_leaves
 from lightning_dp.gradients.parameter_sum import BookkeptGradients
-from lightning_dp.isolation.check import CURES, Check, Outcome, Settings
+from lightning_dp.isolation.check import CURES, Check, Outcome, Settings, outcome_of
 from lightning_dp.isolation.comparison import GradientSample, UnitRows, take_sample
 from lightning_dp.isolation.replay import Run, Runner
 from lightning_dp.isolation.state import TwinState
@@ -101,7 +101,8 @@ class DryRun:
         runner.without_dropout = True
         try:
             first = self._first_run(runner, clip_norm)
-            found = _compared(runner, first, partial(settings, query=_plain(first.unit)), twins)
+            checks = _checks(runner, first, partial(settings, query=_plain(first.unit)), twins)
+            found = outcome_of(checks, attempts=2)
             if found.kind == "isolated" and not runner.passes.engine.isolates:
                 return mean_or_sum(runner, first.samples)
             return found
@@ -176,11 +177,10 @@ class _FirstRun:
         )
 
 
-def _compared(
+def _checks(
     runner: Runner, first: _FirstRun, settings: Callable[..., Settings], twins: TwinState
-) -> Outcome:
-    """Compare twice: what the first time leaves is what the second time may read."""
-    found = Outcome("isolated")
+) -> Iterator[Check]:
+    """Yield two checks: what the first one leaves is what the second one may read."""
     for i, kept in enumerate(first.halves):
         together = first.of_half(i)
         seed = _FIRST if together is not None else _FIRST + kept[0]
@@ -188,11 +188,7 @@ def _compared(
         asked = settings(whole=len(first.samples), seed=_SEED, fewer=i == 0)
         check = Check(runner, first.samples, asked, partial(_same, kept), twins, start)
         check.together = together
-        check.look()
-        found = check.settle(bool, attempts=2)
-        if found.kind != "isolated":
-            return found
-    return found
+        yield check
 
 
 def _same(kept: list[int], attempt: int) -> list[int]:

@@ -61,7 +61,6 @@ class Run:
 
     Args:
         batch: as ``training_step`` took it.
-        size: the number of samples.
         samples: that it began with.
         gradients: what is compared of those of some samples; None if there are none.
         start, end: what the module keeps before and afterwards; no end if a hook raised.
@@ -76,8 +75,7 @@ class Run:
     """
 
     batch: Any = field(repr=False)
-    size: int = 0
-    samples: Sequence[Any] = field(default=(), repr=False)
+    samples: Sequence[Any] = field(repr=False)
     gradients: GradientSample | None = field(default=None, repr=False)
     start: Snapshot | None = field(default=None, repr=False)
     end: Snapshot | None = field(default=None, repr=False)
@@ -93,7 +91,7 @@ class Run:
     @property
     def rows(self) -> int:
         """The number of rows in its batch."""
-        return len(rows_in(self.samples)) if self.samples else self.size
+        return len(rows_in(self.samples))
 
 
 def _has_drawn(run: Run, start: RandomState, end: Snapshot | None) -> bool:
@@ -105,24 +103,9 @@ def _has_drawn(run: Run, start: RandomState, end: Snapshot | None) -> bool:
     return any(each.kind == "random" for each in run.start.differences(end))
 
 
-class Writes:
-    """The buffers and weights that a run writes to.
-
-    Args:
-        module: the whole model.
-        params: the trained parameters.
-    """
-
-    def __init__(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-        self._module, self._params = module, params
-        self._marks, self._versions = Marks.of(module), [param._version for param in params]
-
-    def names(self) -> frozenset[str]:
-        """Return the dotted names of those that were written to since."""
-        pairs = zip(self._params, self._versions, strict=True)
-        moved = {id(param) for param, version in pairs if param._version != version}
-        trained = (name for name, param in self._module.named_parameters() if id(param) in moved)
-        return frozenset((*Marks.of(self._module).changed_since(self._marks), *trained))
+def _written_since(marks: Marks, module: nn.Module) -> frozenset[str]:
+    """Return the names of buffers and weights that were written to since."""
+    return frozenset(Marks.of(module, trained=True).changed_since(marks))
 
 
 class StepAsRun:
@@ -143,8 +126,8 @@ class StepAsRun:
         look: Callable[[BookkeptGradients], GradientSample],
     ) -> None:
         self._runner, self._look = runner, look
-        self._start, self._writes = RandomState(runner.device), Writes(runner.module, runner.params)
-        self.run = Run(batch, len(samples), samples, start=runner.snapshot())
+        self._start, self._marks = RandomState(runner.device), Marks.of(runner.module, trained=True)
+        self.run = Run(batch, samples, start=runner.snapshot())
         """Complete when the gradients were seen."""
 
     def after_forward(self) -> None:
@@ -152,11 +135,11 @@ class StepAsRun:
         run = self.run
         run.drawn, run.end = RandomState(self._runner.device), self._runner.snapshot()
         run.has_drawn = _has_drawn(run, self._start, run.end)
-        run.written = self._writes.names()
+        run.written = _written_since(self._marks, self._runner.module)
 
     def after_backward(self, gradients: AbstractPerSampleGradients) -> None:
         """Look at the gradients, which stay as they are; if there are others than the records', not."""
-        if isinstance(gradients, BookkeptGradients) and gradients.count == self.run.size:
+        if isinstance(gradients, BookkeptGradients) and gradients.count == len(self.run.samples):
             self.run.gradients = self._look(gradients)
 
 
@@ -213,13 +196,13 @@ class Runner:
         """
         module = self.module
         with self._traceless(start) as begun, ExitStack() as stack:
-            run = Run(self._batch(samples), len(samples), samples, start=begun)
+            run = Run(self._batch(samples), samples, start=begun)
             run.given = Snapshot.of(module) if self.passes.engine.isolates else None
-            writes, calls = Writes(module, self.params), list[Call]()
+            marks, calls = Marks.of(module, trained=True), list[Call]()
             if watched and not self.passes.engine.isolates:
                 stack.enter_context(watch_calls(module, calls).on())
             self._differentiate(run, query, start, look)
-            run.written = writes.names()
+            run.written = _written_since(marks, module)
             run.calls = tuple(calls)
         return run
 
@@ -286,7 +269,7 @@ class Runner:
             outputs[:] = outputs or [output]
 
         owners = owners_in(run.samples)
-        replay = Replay(forward, run.batch, run.size, begun, see, owners)
+        replay = Replay(forward, run.batch, len(run.samples), begun, see, owners)
         try:
             # Batches of other sizes may be rounded by other kernels.
             with self._dropout(), full_precision(self.device):

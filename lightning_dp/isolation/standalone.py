@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from lightning_dp.boundary import Query, Term
 from lightning_dp.gradients import EngineChoice, RecordPasses
 from lightning_dp.gradients.batches import call_training_step
 from lightning_dp.gradients.compiled import as_written
-from lightning_dp.isolation.check import Check, Outcome, Schedule, Settings
+from lightning_dp.isolation.check import Check, Outcome, Schedule, Settings, outcome_of
 from lightning_dp.isolation.comparison import own_copies
 from lightning_dp.isolation.dry_run import DryRun, find_layout, mean_or_sum
 from lightning_dp.isolation.replay import Pipeline, Runner
@@ -100,23 +100,21 @@ def check_isolation(
         choice.layout = find_layout(DryRun(samples[0]), lambda few: transfer(pipeline.collate(few)))
     with RecordPasses(module, params, choice, loss_graph_check=loss_graph_check) as passes:
         runner = Runner(module, passes, params, pipeline, module.device)
-        return _compared(runner, samples, clip_norm)
+        found = outcome_of(_checks(runner, samples, clip_norm))
+        if found.kind != "isolated" or passes.engine.isolates:
+            return found
+        return mean_or_sum(runner, samples)
 
 
-def _compared(runner: Runner, samples: list[Any], clip_norm: float) -> Outcome:
+def _checks(runner: Runner, samples: list[Any], clip_norm: float) -> Iterator[Check]:
     query, schedule = Query((Term(),), clip_norm, 0.0), Schedule("by hand")
     eps = max(torch.finfo(param.dtype).eps for param in runner.params)
-    twins, found = TwinState(runner.module), Outcome("isolated")
+    twins = TwinState(runner.module)
     for look in range(_LOOKS):
         kept = partial(schedule.kept, look, 0, len(samples), first=look)
         settings = Settings(query, len(samples), eps, seed=look)
         start = RandomState.seeded(runner.device, look)
-        check = Check(runner, samples, settings, kept, twins, start)
-        check.look()
-        found = check.settle(bool)
-        if found.kind != "isolated":
-            return found
-    return found if runner.passes.engine.isolates else mean_or_sum(runner, samples)
+        yield Check(runner, samples, settings, kept, twins, start)
 
 
 def _transferred(module: LightningModule, batch: Any) -> Any:

@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain, filterfalse
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_dp._snapshot import Path, Snapshot, restored
+from lightning_dp._snapshot import IS_THERE, Path, Snapshot, modules_of, restored
 
 __all__ = ["Marks", "TwinState"]
 
@@ -124,38 +126,36 @@ class TwinState:
         self._twins = {**self._left, **_twins_of(end, other)}
 
     @contextmanager
-    def in_place(self, *, scale: float = 1.0, parameters: bool = False) -> Iterator[None]:
-        """Put the twins into the module inside, which is restored afterwards.
+    def in_place(self, *, scale: float = 1.0) -> Iterator[None]:
+        """Put the twins into the module inside, which is restored afterwards, weights too.
 
         Args:
             scale: times the difference between the twin and the value of now, for numbers.
-            parameters: also restore the values of parameters.
         """
-        with restored(self._module, parameters=parameters) as now:
-            self._left = _put(now, self._twins, scale)
+        with self._world(self._twins, scale) as self._left:
             yield
 
-    @contextmanager
-    def at_end(self, of: int) -> Iterator[None]:
+    def at_end(self, of: int) -> AbstractContextManager[object]:
         """Put what followed the records of the latest pair into the module inside.
 
         Args:
             of: 0 for the batch, 1 for the one with other records.
         """
-        with restored(self._module) as now:
-            _put(now, self._ends[of], 1.0)
-            yield
+        return self._world(self._ends[of], 1.0)
 
-    @contextmanager
-    def far(self, sign: float) -> Iterator[None]:
+    def far(self, sign: float) -> AbstractContextManager[object]:
         """Put all that ever followed the records far away from both worlds inside.
 
         Args:
             sign: 1 or -1, the direction; 0 leaves it where it is.
         """
+        return self._world(self._ever, sign * _FAR)
+
+    @contextmanager
+    def _world(self, twins: Mapping[Path, _Twin], scale: float) -> Iterator[dict[Path, _Twin]]:
+        """Yield those that have no place in the module."""
         with restored(self._module, parameters=True) as now:
-            _put(now, self._ever, sign * _FAR)
-            yield
+            yield _put(now, twins, scale)
 
     def fault(self) -> str:
         """Return the words for gradients that differ with the twins in place."""
@@ -178,8 +178,9 @@ class TwinState:
         Returns:
             The fault, if an optimizer setting follows the records.
         """
-        worlds = [self.in_place(scale=scale, parameters=True) for scale in (1.0, _FAR, -_FAR)]
-        worlds = worlds if self._twins else []
+        worlds: list[AbstractContextManager[object]] = []
+        if self._twins:
+            worlds += [self.in_place(scale=scale) for scale in (1.0, _FAR, -_FAR)]
         near = len(worlds)
         if is_of_epoch and self._ever:
             worlds += [self.far(1.0), self.far(-1.0)]
@@ -226,7 +227,7 @@ class TwinState:
         return written - {each.name for end in ends[1:] for each in ends[0].differences(end)}
 
     def _end_in(
-        self, world: AbstractContextManager[None], hook: Callable[..., Any], args: tuple[Any, ...]
+        self, world: AbstractContextManager[object], hook: Callable[..., Any], args: tuple[Any, ...]
     ) -> Any:
         """Return the state after a hook; None if it raises."""
         try:
@@ -322,18 +323,17 @@ class Marks:
     _marks: tuple[tuple[int, int, int], ...] = field(repr=False)
 
     @classmethod
-    def of(cls, module: nn.Module) -> Marks:
-        """Return the marks of now."""
-        modules = [module]
-        for each in modules:  # which grows
-            modules += [inner for inner in each._modules.values() if inner is not None]
-        tensors = tuple(
-            tensor
-            for each in modules
-            for tensor in (*each._buffers.values(), *each._parameters.values())
-            if tensor is not None and not tensor.requires_grad
-        )
-        return cls(module, tensors, tuple(map(_mark, tensors)))
+    def of(cls, module: nn.Module, *, trained: bool = False) -> Marks:
+        """Return the marks of now.
+
+        Args:
+            module: the whole model.
+            trained: also mark what is trained, of which addresses do not count.
+        """
+        held = chain.from_iterable(map(_HELD, modules_of(module)))
+        tensors = filter(IS_THERE, chain.from_iterable(map(dict[str, Any].values, held)))
+        marked = tuple(tensors if trained else filterfalse(_IS_TRAINED, tensors))
+        return cls(module, marked, tuple(map(_mark, marked)))
 
     @property
     def names(self) -> set[str]:
@@ -351,13 +351,21 @@ class Marks:
             return ()
         known = {each[0]: each for each in earlier._marks}
         buffers = [(name, _mark(each)) for name, each in self._module.named_buffers()]
-        frozen = [(name, _mark(each)) for name, each in self._module.named_parameters()]
+        params = [(name, _mark(each)) for name, each in self._module.named_parameters()]
         return tuple(
             [name for name, mark in buffers if known.get(mark[0]) != mark]
-            + [name for name, mark in frozen if known.get(mark[0], mark) != mark]
+            + [name for name, mark in params if _differ(known.get(mark[0], mark), mark)]
         )
+
+
+_HELD, _IS_TRAINED = attrgetter("_buffers", "_parameters"), attrgetter("requires_grad")
+
+
+def _differ(before: tuple[int, int, int], now: tuple[int, int, int]) -> bool:
+    """Compare marks of a parameter; while it is trained it has no address."""
+    return before[1] != now[1] or 0 != before[2] != now[2] != 0
 
 
 def _mark(tensor: Tensor) -> tuple[int, int, int]:
     version = -1 if tensor.is_inference() else tensor._version
-    return id(tensor), version, tensor.data_ptr()
+    return id(tensor), version, 0 if tensor.requires_grad else tensor.data_ptr()

@@ -524,7 +524,7 @@ def _environment(form: str) -> Environment:
 
     def flow(value: object) -> Markup:
         """Return a text of several lines as one line."""
-        return Markup(" ".join(safe(value).split()))
+        return Markup(" ".join(str(safe(value)).split()))  # a Markup splits slowly
 
     def paragraphs(text: Markup) -> Markup:
         """Mark up what blank lines separate, except for lists and tables."""

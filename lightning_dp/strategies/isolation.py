@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
 from functools import partial
-from itertools import islice
+from itertools import filterfalse, islice
+from operator import attrgetter
 from typing import Any, NoReturn, TypeAlias, cast
 
 import numpy as np
@@ -51,7 +52,7 @@ from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import FullBatch
 from lightning_dp.sampling.loader import Chunk, PrivateDataLoader, collates_as_torch
 from lightning_dp.strategies.data import before_transfer, private_loader_of
-from lightning_dp.strategies.step import Agreement, Place, PrivateStep, end_training
+from lightning_dp.strategies.step import Agreement, PrivateStep, SyncPoint, end_training
 
 __all__ = ["IsolationWatch"]
 
@@ -228,9 +229,10 @@ class IsolationWatch:
         config = run.config
         if not config.checks.comparisons or run.batches is None:
             return
-        self._since = run.step if self._since is None else self._since
+        now, chunks = run.step, run.batches.chunks_per_step
+        self._since = now if self._since is None else self._since
         self._note_changes()
-        step, chunks = run.step - self._since, run.batches.chunks_per_step
+        step = now - self._since
         if chunks > 1 and chunk.index % chunks != self._schedule.chunk(step, chunks):
             return
         if self._schedule.is_due(step, self._looks, begins_epoch=chunk.index < chunks):
@@ -327,10 +329,10 @@ class IsolationWatch:
 
     def _open_weights(self) -> set[str]:
         """Return the names of those of them that no comparison has cleared, and nobody declared."""
-        return {name for name in self._written_since() if not self._is_public(name)}
+        return set(filterfalse(self._is_public, self._written_since()))
 
     def _versions(self) -> tuple[int, ...]:
-        return tuple([param._version for param in self._step.params])
+        return tuple(map(attrgetter("_version"), self._step.params))
 
     def _copies(self) -> dict[str, Tensor]:
         """Return copies of the buffers and frozen weights, but of very large ones."""
@@ -416,7 +418,7 @@ class IsolationWatch:
         """
         check, self._check = self._check, None
         was_due, self._was_due = self._was_due, False
-        anyone = partial(agree.anyone, place=Place.SPOT_CHECK)
+        anyone = partial(agree.anyone, place=SyncPoint.SPOT_CHECK)
         if self.fault is not None:
             self._step.note(self.fault)
         if check is None:

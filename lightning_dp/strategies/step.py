@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.memory import recursive_detach
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,18 +44,19 @@ from lightning_dp.gradients.base import (
 )
 from lightning_dp.gradients.batches import RowOwners, leaves, loss_in
 from lightning_dp.gradients.passes import WrapEngine, passes_of
-from lightning_dp.gradients.side_effects import SideEffects
+from lightning_dp.gradients.side_effects import NotedCalls, SideEffects
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.optimizers import NOISE_VARIANCE, with_noise_variance
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling.loader import Chunk
-from lightning_dp.strategies.update_guard import SameParameters
+from lightning_dp.strategies.update_guard import ParameterGuard
 
-__all__ = ["Agreement", "FitEngine", "Place", "PrivateStep", "end_training"]
+__all__ = ["Agreement", "FitEngine", "PrivateStep", "RecordRuns", "SyncPoint", "end_training"]
 
 LOSS_SCALE = 256.0
 """Of each record, with float16: gradients of outputs from 2.4e-7 to 255 are normal numbers in it."""
 
+_IS_TRAINING = attrgetter("training")
 _NORMS = (
     "A BatchNorm layer that was frozen and in eval() as the fit began is in train() now: it mixes "
     "records and keeps statistics of them. Put it into eval() again before each step, or let "
@@ -117,7 +121,7 @@ class PrivateStep:
     def __init__(
         self,
         module: LightningModule,
-        parameters: SameParameters,
+        parameters: ParameterGuard,
         engine: FitEngine,
         device: torch.device,
     ) -> None:
@@ -134,9 +138,9 @@ class PrivateStep:
         """Called with the gradients of the chunk in hand, which it leaves as they are."""
 
     @property
-    def held(self) -> list[Tensor]:
+    def held(self) -> Sequence[Tensor]:
         """The trained parameters as this process holds them, of sharded ones its part."""
-        return held_here(self.params)
+        return held_here(self.params) if self.engine.is_sharded else self.params
 
     @property
     def one_record(self) -> bool:
@@ -204,8 +208,13 @@ class PrivateStep:
 
     def _check_norms(self) -> None:
         """Note that a layer that was constant as the fit began normalises over the batch by now."""
-        if any(part.training for part in self._norms):
+        if any(map(_IS_TRAINING, self._norms)):
             self.note(_NORMS)
+
+    def leave_forward(self) -> None:
+        """Note that ``training_step``, which is over now, wrote to parameters."""
+        if (fault := self.parameters.leave_forward()) is not None:
+            self.note(fault)
 
     def pass_on(self, reason: UnsupportedModelError) -> None:
         """Leave the chunk to the next engine, which runs it again, if that can be.
@@ -440,6 +449,62 @@ class PrivateStep:
         self._batch, self._forward_again, self._records = _BatchAccounts(), None, None
 
 
+class RecordRuns:
+    """The batch of one step as its records: each runs alone, and what they leave is put together.
+
+    The loss that Lightning goes on with is the mean of theirs, cut off from any parameter. What they
+    log and count is logged and counted once (:class:`~lightning_dp.gradients.side_effects.NotedCalls`).
+    No record sees any of it.
+
+    Args:
+        module: the user's model. While a record runs, it is kept apart
+            (:func:`lightning_dp._snapshot.apart`).
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._noted = NotedCalls(module)
+        self._outputs: dict[int, Any] = {}  # of each record's first run, by place
+
+    def forwards(
+        self, forward: Callable[[Any], Any], batches: Sequence[Any]
+    ) -> list[tuple[Callable[[Any], Tensor | None], Any]]:
+        """Return, for each record, what runs it and returns its loss, and its batch; a first run counts.
+
+        Args:
+            forward: runs ``training_step`` on a batch.
+            batches: of one record each.
+        """
+        self._outputs = {}
+        self._noted.forget()
+        return [(partial(self._run, forward, i), batch) for i, batch in enumerate(batches)]
+
+    def _run(self, forward: Callable[[Any], Any], place: int, batch: Any) -> Tensor | None:
+        if place in self._outputs:
+            again: Tensor | None = loss_in(forward(batch))
+            return again
+        with self._noted.noting(torch.tensor([place])):
+            output = forward(batch)
+        detached = output.detach() if isinstance(output, Tensor) else output
+        is_mapping = isinstance(output, Mapping)
+        self._outputs[place] = recursive_detach(output) if is_mapping else detached
+        loss: Tensor | None = loss_in(output)
+        return loss
+
+    def together(self, device: torch.device) -> Any:
+        """Count and log what the records left, and return their outputs as one of the whole batch."""
+        self._noted.do()
+        outputs, self._outputs = list(self._outputs.values()), {}
+        losses = [loss for each in outputs if isinstance(loss := loss_in(each), Tensor)]
+        mean = torch.stack([each.mean() for each in losses]).mean() if losses else None
+        loss = torch.zeros((), device=device) if mean is None else mean
+        loss = loss.requires_grad_()
+        names = dict.fromkeys(n for each in outputs if isinstance(each, Mapping) for n in each)
+        if not names:
+            return loss
+        of_each = [each if isinstance(each, Mapping) else {} for each in outputs]
+        return {**{name: [each.get(name) for each in of_each] for name in names}, "loss": loss}
+
+
 def _owners(chunk: Chunk) -> RowOwners | None:
     """Return the unit of each row of a chunk; None where each row is one."""
     return RowOwners(chunk.size, torch.tensor(chunk.owners)) if chunk.owners else None
@@ -454,8 +519,8 @@ def _seeds(count: int) -> list[int]:
 def _is_one_row(batch: object, size: int) -> bool:
     """Return True if a batch of several records has tensors of one row alone."""
     # An engine would take such a row for one that all records share and no record is in.
-    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
-    return size > 1 and bool(tensors) and all(len(leaf) == 1 for leaf in tensors)
+    lengths = [len(leaf) for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    return size > 1 and {*lengths} == {1}
 
 
 def _has_rounds(mechanism: Mechanism) -> bool:
@@ -585,8 +650,8 @@ _APART = (
 )
 
 
-class Place(IntEnum):
-    """Meeting places of the ranks in a step."""
+class SyncPoint(IntEnum):
+    """Points of a step at which the ranks meet."""
 
     NO_RELEASE = 0
     RELEASE = 1
@@ -620,7 +685,9 @@ class Agreement:
         self._run, self._world, self._device = run, world, device
         self._broadcast, self._leave = broadcast, leave
 
-    def __call__(self, fault: str | None, place: Place = Place.RELEASE, *, unused: int = 0) -> None:
+    def __call__(
+        self, fault: str | None, place: SyncPoint = SyncPoint.RELEASE, *, unused: int = 0
+    ) -> None:
         """Go on, or end the run.
 
         Args:
@@ -641,7 +708,7 @@ class Agreement:
             raise MisconfigurationError(reason, topic="voided-run")
         self._end(reason)
 
-    def anyone(self, found: bool, place: Place) -> bool:
+    def anyone(self, found: bool, place: SyncPoint) -> bool:
         """Tell every rank whether one of them found something.
 
         Raises:
@@ -659,19 +726,19 @@ class Agreement:
             self._leave()
         raise VoidedRunError(reason)
 
-    def _common(self, fault: str | None, place: Place) -> str | None:
+    def _common(self, fault: str | None, place: SyncPoint) -> str | None:
         """Return the first rank's fault on every rank; None if there is none anywhere."""
         rank, size = self._world.rank, self._world.size
         if size == 1:
             return fault
         # One vector for both questions: how many ranks are at each place, and which ones are at fault.
-        marks = torch.zeros(len(Place) + size, device=self._device)
+        marks = torch.zeros(len(SyncPoint) + size, device=self._device)
         marks[place] = 1.0
-        marks[len(Place) + rank] = float(fault is not None)
+        marks[len(SyncPoint) + rank] = float(fault is not None)
         marks_of_all = self._world.all_reduce(marks).tolist()
         if round(marks_of_all[place]) != size:
             return _APART
-        faulty = [each for each in range(size) if marks_of_all[len(Place) + each]]
+        faulty = [each for each in range(size) if marks_of_all[len(SyncPoint) + each]]
         return self._broadcast(fault, faulty[0]) if faulty else None
 
 

@@ -35,7 +35,6 @@ from lightning_dp.mechanism import Mechanism
 from lightning_dp.plan.advice import Setting, optimizer_setting
 from lightning_dp.report.run_report import EarlierTraining
 from lightning_dp.run import PrivateRun
-from lightning_dp.strategies.alone import RecordsAlone
 from lightning_dp.strategies.checks import (
     Monitors,
     Optimizers,
@@ -57,13 +56,18 @@ from lightning_dp.strategies.data import (
 )
 from lightning_dp.strategies.hooks import PrivacyCallback
 from lightning_dp.strategies.isolation import IsolationWatch
-from lightning_dp.strategies.step import Agreement, FitEngine, Place, PrivateStep, end_training
+from lightning_dp.strategies.step import (
+    Agreement,
+    FitEngine,
+    PrivateStep,
+    RecordRuns,
+    SyncPoint,
+    end_training,
+)
 from lightning_dp.strategies.update_guard import (
     GradientGuard,
-    SameParameters,
+    ParameterGuard,
     StepGuard,
-    UnwrittenWeights,
-    evaluated_once,
     watched,
 )
 
@@ -85,9 +89,9 @@ class Fit:
     """The parts exist together or not at all.
 
     Args:
+        trainer, module, run: of the fit.
         folder: where a new journal goes.
         step: the accounts of the current step, and the model under its engine.
-        weights: watches which parameters training_step writes to.
         isolation: compares runs of a batch that differ in some of its records.
         monitors: watches who acts on metrics of the training data.
         earlier: knows which ledgers trained the model before.
@@ -100,19 +104,31 @@ class Fit:
         losses: those of a step with several optimizers; None with one.
     """
 
+    trainer: Trainer
+    module: LightningModule
+    run: PrivateRun
     folder: Path
     step: PrivateStep
-    weights: UnwrittenWeights
     isolation: IsolationWatch
     monitors: Monitors
     earlier: EarlierTraining
     agree: Agreement
-    alone: RecordsAlone
+    alone: RecordRuns
     steps: StepGuard
     edits: GradientGuard
     plugin: Precision
     optimizers: Optimizers
     losses: WaitingLosses | None
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """Makes the steps of the run, once the plan is declared."""
+        if (mechanism := self.run.mechanism) is None:
+            raise RefusedRun(
+                "A private step needs a plan, which is declared when training starts.",
+                topic="strategy-alone",
+            )
+        return mechanism
 
 
 class DifferentialPrivacyStrategy(Strategy):
@@ -186,15 +202,6 @@ class DifferentialPrivacyStrategy(Strategy):
             )
         return self._fit
 
-    @property
-    def _mechanism(self) -> Mechanism:
-        if (mechanism := self.private_run.mechanism) is None:
-            raise RefusedRun(
-                "A private step needs a plan, which is declared when training starts.",
-                topic="strategy-alone",
-            )
-        return mechanism
-
     @cached_property
     def _folder(self) -> Path:
         """The folder of a new journal; found once in a fit, since the process may change folders."""
@@ -235,7 +242,7 @@ class DifferentialPrivacyStrategy(Strategy):
         """Attach the gradient engine to the model, and put the parts together."""
         run, module, world, device = self.private_run, self._module, self._world(), self.root_device
         private, public = optimizers.private, optimizers.public_parameters
-        parameters = SameParameters(module, private, public)
+        parameters = ParameterGuard(module, private, public)
         trained = parameters.trained
         engine = FitEngine(module, run.config, world, trained, public, self.wrap_engine)
         run.engine, run.optimizers = engine.passes.description, optimizers.description
@@ -246,15 +253,17 @@ class DifferentialPrivacyStrategy(Strategy):
             trainer, trained, is_declared=run.config.checks.gradient_edits is not None
         )
         return Fit(
+            trainer,
+            module,
+            run,
             folder,
             step,
-            UnwrittenWeights(module, public),
             IsolationWatch(trainer, step, run, world, self._step_again),
             Monitors(trainer, run),
             EarlierTraining(module, run),
             # A void run leaves the model at once: an error in on_exception would end the teardown.
             Agreement(run, world, device, self.broadcast, self._leave_the_model),
-            RecordsAlone(module),
+            RecordRuns(module),
             StepGuard(private),
             edits,
             watched(self.precision_plugin, edits, private),
@@ -288,7 +297,8 @@ class DifferentialPrivacyStrategy(Strategy):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        trainer, run, fit = self._trainer, self.private_run, self._now
+        fit = self._now
+        trainer, run = fit.trainer, fit.run
         private_loader_of(trainer)
         assert run.batches is not None
         for topic, message in weak_settings(run.config, run.batches):
@@ -305,7 +315,7 @@ class DifferentialPrivacyStrategy(Strategy):
         for callback in self._callbacks:
             callback.on_privacy_start(trainer, run, fit.folder)
         if planned_steps and run.exhausted:
-            _end_before_first_step(trainer, run, self._mechanism)
+            _end_before_first_step(trainer, run, fit.mechanism)
 
     def _steps_before(self) -> int:
         """Return the private steps that this Trainer has made: it counts those of all optimizers."""
@@ -338,15 +348,16 @@ class DifferentialPrivacyStrategy(Strategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        run, mechanism, fit = self.private_run, self._mechanism, self._now
+        fit = self._now
+        run, mechanism = fit.run, fit.mechanism
         fit.monitors.check()
-        loader = private_loader_of(self._trainer)
+        loader = private_loader_of(fit.trainer)
         chunk = chunk_in_hand(loader, batch_idx)
         if chunk.first and mechanism.is_begun:
             self._agree_without_step()
             self._replan_after_waste()
         if chunk.first and run.exhausted:
-            end_training(self._trainer, run)
+            end_training(fit.trainer, run)
             raise StopIteration  # what Lightning raises itself to leave the epoch
         if chunk.first:
             fit.step.parameters.check_optimizer(fit.optimizers.private)
@@ -366,11 +377,12 @@ class DifferentialPrivacyStrategy(Strategy):
 
     def _agree_without_step(self) -> None:
         """Go on, or end the run, where a batch was charged and the optimizer did not step."""
-        fit, mechanism = self._now, self._mechanism
+        fit = self._now
+        mechanism = fit.mechanism
         fault = fit.step.fault(mechanism)
         if fit.step.is_unreleased(mechanism):
             fault = fault or fit.edits.skip()
-        fit.agree(fault, Place.NO_RELEASE)
+        fit.agree(fault, SyncPoint.NO_RELEASE)
 
     def _replan_after_waste(self) -> None:
         """Find again what the budget affords of the plan, after a charge that was spent on nothing."""
@@ -384,7 +396,8 @@ class DifferentialPrivacyStrategy(Strategy):
                 callback.on_privacy_replan(self._trainer, self.private_run)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        mechanism, fit = self._mechanism, self._now
+        fit = self._now
+        mechanism = fit.mechanism
         fit.isolation.stops.enter_forward()
         fit.isolation.before_forward(args)
         if fit.step.one_record:
@@ -393,15 +406,15 @@ class DifferentialPrivacyStrategy(Strategy):
         fit.step.before_forward(
             mechanism, lambda batch: loss_in(run(batch, *others, **kwargs)), args[0]
         )
-        fit.weights.enter_forward()
+        fit.step.parameters.enter_forward()
         output = self._watched(*args, **kwargs)
         if fit.step.one_record:
             return output  # which took over
         fit.isolation.after_forward()
         self._answer_waiting()
-        self._leave_forward()
+        fit.step.leave_forward()
         fit.monitors.check()
-        if self._is_automatic:
+        if fit.module.automatic_optimization:
             if loss_in(output) is None:
                 fit.isolation.stops.after_forward(fit.step, run, *args)
             # Lightning's own errors, in some settings, would end the run without withdrawing ε; a
@@ -409,7 +422,7 @@ class DifferentialPrivacyStrategy(Strategy):
             return with_loss(output, torch.zeros((), device=self.root_device))
         if fit.step.is_unreleased(mechanism):
             # Lightning is going to wait for all ranks, and another one may be at its release.
-            fit.agree(fit.step.fault(mechanism), Place.NO_RELEASE)
+            fit.agree(fit.step.fault(mechanism), SyncPoint.NO_RELEASE)
         return output
 
     def _watched(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -429,16 +442,16 @@ class DifferentialPrivacyStrategy(Strategy):
         fit, step = self._now, self._now.step
         records = private_loader_of(self._trainer).alone
         forwards = fit.alone.forwards(partial(self._forward_alone, args, kwargs), records)
-        fit.weights.enter_forward()
-        is_first = self.private_run.steps_begun <= 1
-        self._mechanism.begin_noise(step.held)
+        fit.step.parameters.enter_forward()
+        is_first, mechanism = fit.run.steps_begun <= 1, fit.mechanism
+        mechanism.begin_noise(step.held)
         try:
-            step.answer_each(self._mechanism, forwards, is_first=is_first)
+            step.answer_each(mechanism, forwards, is_first=is_first)
         except UnsupportedModelError as error:
             if is_first:
                 raise
             step.note(error.text)
-        self._leave_forward()
+        fit.step.leave_forward()
         fit.monitors.check()
         return fit.alone.together(self.root_device)
 
@@ -447,20 +460,13 @@ class DifferentialPrivacyStrategy(Strategy):
         record = before_transfer(self._trainer, self.precision_plugin.convert_input(record))
         return super().training_step(self.batch_to_device(record), *args, **kwargs)
 
-    def _leave_forward(self) -> None:
-        """Compare the parameters with what they were when training_step began."""
-        fit = self._now
-        fault = fit.weights.leave_forward()
-        if fault is not None:
-            fit.step.note(fault)
-
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         fit = self._now
         if fit.losses is not None:
             return self._backward_of_several(fit.losses, closure_loss, args, kwargs)
-        self._leave_forward()  # in manual optimization training_step has not returned yet
+        fit.step.leave_forward()  # in manual optimization training_step has not returned yet
         if not is_differentiable(closure_loss):
             return closure_loss  # a chunk with records stays without an answer
         if fit.step.one_record:  # they had theirs; this is for the hooks
@@ -494,7 +500,7 @@ class DifferentialPrivacyStrategy(Strategy):
         except UnsupportedModelError as error:
             if self.private_run.steps_begun > 1:
                 self._now.step.note(error.text)
-            elif type(error) is CoupledLossError or self._is_automatic:
+            elif type(error) is CoupledLossError or self._module.automatic_optimization:
                 raise
             else:
                 text = without_alone(error.text)
@@ -513,14 +519,14 @@ class DifferentialPrivacyStrategy(Strategy):
             )
         if not is_differentiable(loss):
             return loss
-        waits = fit.step.awaits(self._mechanism) and losses.reaches_private(loss)
+        waits = fit.step.awaits(fit.mechanism) and losses.reaches_private(loss)
         if waits:
-            self._leave_forward()
+            fit.step.leave_forward()
         return self._backward_by(partial(losses.add, waits=waits), loss)
 
     def _backward_by(self, go_back: Callable[[Tensor], None], loss: Tensor) -> Tensor:
         """``Strategy.backward`` with ``go_back(loss)`` in the place of ``loss.backward()``."""
-        module, plugin = self._module, self.precision_plugin
+        module, plugin = self._now.module, self.precision_plugin
         self.pre_backward(loss)
         loss = plugin.pre_backward(loss, module)
         go_back(loss)
@@ -530,9 +536,9 @@ class DifferentialPrivacyStrategy(Strategy):
 
     def _answer_waiting(self) -> None:
         """Answer from the losses of a step with several optimizers, in one backward pass."""
-        fit, mechanism = self._now, self._mechanism
+        fit = self._now
         loss = None if fit.losses is None else fit.losses.take()
-        if loss is None or not fit.step.awaits(mechanism):
+        if loss is None or not fit.step.awaits(mechanism := fit.mechanism):
             return
         with self._noting_refusals():
             fit.step.check_loss(loss)
@@ -544,12 +550,14 @@ class DifferentialPrivacyStrategy(Strategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Run the backward pass and bound what it leaves."""
-        mechanism, step = self._mechanism, self._now.step
+        fit = self._now
+        mechanism = fit.mechanism
+        step, is_automatic = fit.step, fit.module.automatic_optimization
         mechanism.begin_noise(step.held)
         # Lightning has divided the loss by it: not in manual optimization.
-        divisor = float(self._trainer.accumulate_grad_batches) if self._is_automatic else 1.0
+        divisor = float(fit.trainer.accumulate_grad_batches) if is_automatic else 1.0
         backward = partial(step.backward, query=mechanism.query, divisor=divisor)
-        if args or kwargs or is_overridden("backward", self.lightning_module):
+        if args or kwargs or is_overridden("backward", fit.module):
             backward(closure_loss, keep_graph=True)
             with step.engine.passes.engine.repeating():
                 loss = self._backward_of_user(closure_loss, optimizer, *args, **kwargs)
@@ -558,21 +566,17 @@ class DifferentialPrivacyStrategy(Strategy):
         step.answer(mechanism, divisor)
         return loss
 
-    @property
-    def _is_automatic(self) -> bool:
-        return self._module.automatic_optimization
-
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        mechanism, fit, run = self._mechanism, self._now, self.private_run
-        if any(optimizer is each for each in fit.optimizers.public):
+        fit = self._now
+        mechanism, run = fit.mechanism, fit.run
+        if optimizer in fit.optimizers.public:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        once = evaluated_once(closure, optimizer)
 
         def private_closure() -> None:
             fit.edits.note_state(optimizer)  # an optimizer may begin its step before
-            once()  # its loss has no noise: an optimizer that sets its step size by it must not see it
+            closure()  # its loss has no noise: an optimizer that sets its step size by it must not see it
             self._answer_waiting()
             fit.isolation.settle(fit.agree)
             fit.step.release(mechanism, optimizer, fit.agree)
@@ -580,7 +584,7 @@ class DifferentialPrivacyStrategy(Strategy):
             fit.edits.begin()
 
         def check_update() -> None:
-            fit.agree(fit.edits.fault(optimizer), Place.UPDATE, unused=fit.edits.skipped + 1)
+            fit.agree(fit.edits.fault(optimizer), SyncPoint.UPDATE, unused=fit.edits.skipped + 1)
 
         fit.isolation.before_hook("on_before_optimizer_step", optimizer)
         fit.edits.look_at_state(optimizer)
@@ -589,19 +593,20 @@ class DifferentialPrivacyStrategy(Strategy):
         fit.isolation.after_update()
         fit.edits.note_state(optimizer)
         if run.is_over_early:
-            end_training(self._trainer, run)
+            end_training(fit.trainer, run)
         for callback in self._callbacks:
-            callback.on_privacy_step(self._trainer, run)
+            callback.on_privacy_step(fit.trainer, run)
         return output
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        trainer, run, fit = self._trainer, self.private_run, self._now
+        fit = self._now
+        trainer, run = fit.trainer, fit.run
         fit.monitors.check()
-        if self._mechanism.is_begun and not fit.isolation.stops.has_stopped:
+        if fit.mechanism.is_begun and not fit.isolation.stops.has_stopped:
             self._agree_without_step()
         fault = changed_rows(private_loader_of(trainer)) or fit.isolation.fault
-        fit.agree(fault, Place.END)
+        fit.agree(fault, SyncPoint.END)
         for callback in self._callbacks:
             callback.on_privacy_end(trainer, run)
 

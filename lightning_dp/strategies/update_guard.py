@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter, is_
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -20,15 +21,14 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_dp._checks import MisconfigurationError
 from lightning_dp._refusals import RefusedRun
+from lightning_dp._snapshot import IS_THERE, modules_of
 from lightning_dp._world import held_here
 
 __all__ = [
     "GradientGuard",
-    "SameParameters",
+    "ParameterGuard",
     "StepGuard",
-    "UnwrittenWeights",
     "WriteCounts",
-    "evaluated_once",
     "trained_by",
     "watched",
 ]
@@ -44,6 +44,10 @@ _WRITTEN = (
 _NOT_PRIVATE = (
     "optimizer.step() was called with gradients that were not made private. Call it through "
     "Lightning: automatic optimization, or self.optimizers().step() in training_step."
+)
+_TWICE = (
+    "{} evaluated its closure twice; each evaluation would use the data again. Use an optimizer that "
+    "evaluates it once."
 )
 _EDITED = (
     "What the optimizer is about to use is not what was released: {}. Between the two may write: {}. "
@@ -68,11 +72,12 @@ _CLIP = {
     True: "set Trainer(gradient_clip_val=..., gradient_clip_algorithm=...)",
     False: "call self.clip_gradients() with constants in training_step, before optimizer.step()",
 }
-_SCALES = ("grad_scale", "found_inf")  # what fused optimizers read besides p.grad
 _BEFORE_STEP = "on_before_optimizer_step"
 _HOOKS = (_BEFORE_STEP, "configure_gradient_clipping", "optimizer_step")
 _CLIPS = ("clip_gradients", "clip_grad_by_norm", "clip_grad_by_value", "main_params")
-_IS_TRAINED = attrgetter("requires_grad")
+_IS_TRAINED, _GRADIENT = attrgetter("requires_grad"), attrgetter("grad")
+_VERSION, _SHAPE, _PARAMETERS = attrgetter("_version"), attrgetter("shape"), itemgetter("params")
+_PARAMETERS_OF = attrgetter("_parameters")
 
 
 class WriteCounts:
@@ -95,7 +100,7 @@ class WriteCounts:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         here = held_here(tensors)
         # The memory is kept, so that its address stays its own.
-        self._tensors, self._memory = tensors, [each.data for each in here]
+        self._tensors, self._memory = tensors, list(map(Tensor.detach, here))
         self._marks = _marks(here)
 
     def written(self) -> list[int]:
@@ -116,19 +121,19 @@ class WriteCounts:
 
 def _marks(tensors: Sequence[Tensor]) -> list[tuple[int, int, torch.Size]]:
     """Return how often each was written to, its address and its shape."""
-    return [
-        (0 if each.is_inference() else each._version, each.data_ptr(), each.shape)
-        for each in tensors
-    ]
+    versions: Iterable[int] = map(_VERSION, tensors)
+    if any(map(Tensor.is_inference, tensors)):  # which count nothing
+        versions = (0 if each.is_inference() else each._version for each in tensors)
+    return list(zip(versions, map(Tensor.data_ptr, tensors), map(_SHAPE, tensors), strict=True))
 
 
-class SameParameters:
-    """Remembers which parameters are trained, and refuses to go on with others.
+class ParameterGuard:
+    """Refuses to train other parameters than at first, and to let ``training_step`` write to any.
 
     Args:
         module: the user's model.
         optimizer: its private optimizer.
-        public: parameters of others, which they may switch off and on as they like.
+        public: parameters of others, which ``training_step`` may switch off and on, and move.
     """
 
     def __init__(
@@ -141,6 +146,12 @@ class SameParameters:
         others = {id(param) for param in public}
         self._fixed = [param for param in self._all if id(param) not in others]
         self._trainable = tuple(map(_IS_TRAINED, self._fixed))
+        fixed = set(map(id, self._fixed))
+        self._plain = {
+            n: p for n, p in module.named_parameters() if id(p) in fixed and _is_plain(p)
+        }
+        self._before: WriteCounts | None = None
+        self._is_first = True
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that moves others.
@@ -163,9 +174,10 @@ class SameParameters:
         Raises:
             RuntimeError: naming the cure.
         """
-        parts = (part._parameters.values() for part in self._module.modules())
-        here = {id(p) for own in parts for p in own if p is not None and p.requires_grad}
-        known = {id(p) for p in self._all if p.requires_grad}
+        held = map(_PARAMETERS_OF, modules_of(self._module))
+        params = chain.from_iterable(map(dict[str, Any].values, held))
+        here = set(map(id, filter(_IS_TRAINED, filter(IS_THERE, params))))
+        known = set(map(id, filter(_IS_TRAINED, self._all)))
         if here == known:
             return
         named = self._module.named_parameters()
@@ -178,43 +190,9 @@ class SameParameters:
             topic="changed-parameters",
         )
 
-
-def trained_by(optimizer: Optimizer) -> tuple[nn.Parameter, ...]:
-    """Return the parameters that an optimizer moves, in its order."""
-    return tuple([p for p in _moved(optimizer) if p.requires_grad])
-
-
-def _moved(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _are_the_same(some: Sequence[object], others: Sequence[object]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))
-
-
-class UnwrittenWeights:
-    """Compares all parameters, trained and frozen, before and after ``training_step``.
-
-    What it writes comes from records, without noise.
-
-    Args:
-        module: the user's model.
-        public: parameters of others, which ``training_step`` moves by stepping their optimizers.
-    """
-
-    def __init__(self, module: nn.Module, public: Iterable[nn.Parameter] = ()) -> None:
-        others = {id(param) for param in public}
-        self._params = {
-            name: param
-            for name, param in module.named_parameters()
-            if id(param) not in others and _is_plain(param)
-        }
-        self._before: WriteCounts | None = None
-        self._is_first = True
-
     def enter_forward(self) -> None:
-        """Look at the parameters as ``training_step`` begins."""
-        self._before = WriteCounts(list(self._params.values()))
+        """Look at the parameters as ``training_step`` begins: what it writes comes from records."""
+        self._before = WriteCounts(list(self._plain.values()))
 
     def leave_forward(self) -> str | None:
         """Return why the step may not be released: at the end of ``training_step``, or in backward.
@@ -226,15 +204,28 @@ class UnwrittenWeights:
         if before is None:  # backward has asked
             return None
         is_first, self._is_first = self._is_first, False
-        names = list(self._params)
-        written = [names[i] for i in before.written()]
-        if not written:
+        if not (places := before.written()):
             return None
+        names = list(self._plain)
+        written = [names[i] for i in places]
         more = f" and {len(written) - 5} more" if len(written) > 5 else ""
         text = _WRITTEN.format(f"{written[:5]}{more}")
         if is_first:
             raise MisconfigurationError(text, topic="written-weights")
         return text
+
+
+def trained_by(optimizer: Optimizer) -> tuple[nn.Parameter, ...]:
+    """Return the parameters that an optimizer moves, in its order."""
+    return tuple(filter(_IS_TRAINED, _moved(optimizer)))
+
+
+def _moved(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    return chain.from_iterable(map(_PARAMETERS, optimizer.param_groups))
+
+
+def _are_the_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _is_plain(param: nn.Parameter) -> bool:
@@ -295,8 +286,13 @@ class StepGuard:
         if closure is None:
             self._before_update()
             return None
+        is_evaluated = False
 
         def looked_at() -> Any:
+            nonlocal is_evaluated
+            if is_evaluated:
+                raise RefusedRun(_TWICE.format(type(optimizer).__name__), topic="optimizer")
+            is_evaluated = True
             result = closure()
             self._before_update()
             return result
@@ -321,28 +317,6 @@ class StepGuard:
         if not self._is_allowed:  # a closure was given and not called
             raise RefusedRun(_NOT_PRIVATE, topic="raw-gradients")
         self._is_allowed = self._depth > 0
-
-
-def evaluated_once(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
-    """Return the closure, which raises when the optimizer calls it a second time.
-
-    Raises:
-        RuntimeError: (the closure) naming the optimizer.
-    """
-    evaluated = False
-
-    def once() -> Any:
-        nonlocal evaluated
-        if evaluated:
-            raise RefusedRun(
-                f"{type(optimizer).__name__} evaluated its closure twice; each evaluation would "
-                "use the data again. Use an optimizer that evaluates it once.",
-                topic="optimizer",
-            )
-        evaluated = True
-        return closure()
-
-    return once
 
 
 class GradientGuard:
@@ -407,7 +381,7 @@ class GradientGuard:
         return not is_same or bool(self._marks.written())
 
     def _gradients(self) -> list[Tensor | None]:
-        return [param.grad for param in self._parameters]
+        return list(map(_GRADIENT, self._parameters))
 
     def skip(self) -> str | None:
         """Count a batch without its step; return why the run may not go on."""
@@ -434,17 +408,23 @@ class GradientGuard:
             self._usual = self._clipped
         if is_first and self.skipped and not self._is_declared:
             return _SKIPPED
-        what = self._frozen(optimizer) or (None if self._is_declared else self._edit(optimizer))
+        own, moved = set(map(id, self._parameters)), set(map(id, _moved(optimizer)))
+        what = self._frozen(moved - own)
+        if what is None and not self._is_declared:
+            what = self._edit(optimizer, is_smaller=not own <= moved)
         if what is None:
             return None
         cure = _CLIP[self._trainer.lightning_module.automatic_optimization]
         return _EDITED.format(what, ", ".join(self._writers(optimizer)), cure)
 
-    def _edit(self, optimizer: Optimizer) -> str | None:
+    def _edit(self, optimizer: Any, *, is_smaller: bool) -> str | None:
         """Name a difference between what was released and what is used."""
-        if not {*map(id, self._parameters)} <= {*map(id, _moved(optimizer))}:
+        if is_smaller:
             return "a parameter was taken out of the optimizer"
-        if any(getattr(optimizer, name, None) is not None for name in _SCALES):
+        # What fused optimizers read besides p.grad.
+        if not (
+            getattr(optimizer, "grad_scale", None) is getattr(optimizer, "found_inf", None) is None
+        ):
             return "the optimizer was told to scale it or to leave it out"
         if self._is_edited or self._differ():
             return "it was written to, or replaced"
@@ -455,10 +435,11 @@ class GradientGuard:
             return "its state (momentum and other moments) was written to between two steps"
         return None
 
-    def _frozen(self, optimizer: Optimizer) -> str | None:
-        """Name the frozen parameters that would move."""
-        others = {*map(id, _moved(optimizer))} - {*map(id, self._parameters)}
-        named = self._trainer.lightning_module.named_parameters() if others else ()
+    def _frozen(self, others: set[int]) -> str | None:
+        """Name the frozen parameters that would move, of those with these ids."""
+        if not others:
+            return None
+        named = self._trainer.lightning_module.named_parameters()
         frozen = [(name, p.grad) for name, p in named if id(p) in others]
         moved = [name for name, grad in frozen if grad is not None and bool(grad.any())]
         return _FROZEN.format(moved[:5]) if moved else None

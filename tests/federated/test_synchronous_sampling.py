@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from lightning_dp import Constant, Diff2, FullBatch, MeanGradient
 from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian
-from lightning_dp.accounting.journal import read_release_file
+from lightning_dp.accounting.journal import JournalError, read_release_file
 from lightning_dp.boundary import BoundedSum, Query
 from lightning_dp.federated.client import noise_source
 from lightning_dp.federated.ledger import ReleaseLedger
@@ -178,6 +179,27 @@ def test_a_step_that_was_released_has_no_second_draw_and_noise(tmp_path):
     again.load_state_dict(state)
     with pytest.raises(MessageError, match="round 0 is over"):
         again.request(0)
+    assert central(tmp_path) == [(EVENT, 3)]
+
+
+def test_a_ledger_of_the_list_that_was_lost_or_is_old_is_noticed(tmp_path):
+    machine, folder = server(tmp_path), tmp_path / "central"
+    step(machine, tmp_path)
+    shutil.copytree(folder, tmp_path / "old")
+    step(machine, tmp_path)
+    shutil.move(folder, tmp_path / "new")
+    again = server(tmp_path)
+    again.load_state_dict(machine.state_dict())
+    for each in (machine, again):
+        for copied in (None, "old"):
+            shutil.rmtree(folder, ignore_errors=True)
+            if copied:
+                shutil.copytree(tmp_path / copied, folder)
+            with pytest.raises(JournalError, match="lacks charges of this run"):
+                each.request(0)
+    shutil.rmtree(folder)
+    shutil.copytree(tmp_path / "new", folder)  # the cure
+    step(machine, tmp_path)
     assert central(tmp_path) == [(EVENT, 3)]
 
 

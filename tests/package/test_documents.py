@@ -157,8 +157,9 @@ def turns(found: Iterator[tuple[int, str]]) -> list[str]:
 def test_every_module_is_written_plainly():
     for path in CODE:
         code = path.read_text("utf-8")
-        found = [*questions(code), *types_by_mistake(code), *vanishing(code), *turns(texts(code))]
-        assert found == [], path
+        assert [*questions(code), *types_by_mistake(code), *vanishing(code)] == [], path
+        if TURNS.search(" ".join(re.sub('["#]', " ", code).split())):  # or in none of its texts
+            assert turns(texts(code)) == [], path
 
 
 def test_every_page_is_written_plainly():

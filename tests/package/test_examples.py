@@ -82,6 +82,7 @@ def test_adapters_are_fine_tuned_beside_a_frozen_backbone(
     load, global_settings, tmp_path, monkeypatch, capsys
 ):
     example = load("finetune_lora")
+    monkeypatch.setattr(example, "DifferentialPrivacy", unchecked(example.DifferentialPrivacy))
     monkeypatch.chdir(tmp_path)
     options = ("--seeds", "1", "--epochs", "1", "--epsilon", "2")
     monkeypatch.setattr(sys, "argv", ["finetune_lora.py", *options])

@@ -147,7 +147,7 @@ def test_epsilon_is_that_of_users(fit):
     users = [row % 40 for row in range(400)]
     unit = UserLevel(users, most_rows=4)
     model = fit(TensorDataset(x.double(), y), 10, trainer={"max_steps": 12}, unit=unit)
-    oracle = Oracle().compose(
+    oracle = Oracle(value_discretization_interval=5e-4).compose(
         SelfComposedDpEvent(PoissonSampledDpEvent(10 / 40, GaussianDpEvent(1.0)), 12)
     )
     epsilon = oracle.get_epsilon(1e-5)

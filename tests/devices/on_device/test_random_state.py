@@ -26,20 +26,20 @@ def draw() -> Tensor:
 def test_a_random_state_brings_the_devices_generator_back() -> None:
     before = RandomState(THERE)
     first = draw()
-    assert not before.is_now()
+    assert not before.is_same(RandomState(THERE))
     with before.again():
         assert torch.equal(draw(), first)
     later = draw()
     assert not torch.equal(later, first)
     before.restore()
-    assert before.is_now()
+    assert before.is_same(RandomState(THERE))
     assert torch.equal(draw(), first)
 
 
 def test_seeded_states_differ_and_leave_those_of_now() -> None:
     now = RandomState(THERE)
     states = [RandomState.seeded(THERE, seed) for seed in (1, 2, 1)]
-    assert now.is_now()
+    assert now.is_same(RandomState(THERE))
     drawn = []
     for state in states:
         with state.again():
@@ -81,7 +81,7 @@ def test_noise_is_drawn_on_the_device_and_by_no_global_generator() -> None:
     first, second = (torch.zeros(size, device=THERE) for _ in range(2))
     for vector in (first, second):
         NoiseSource().add_normal(vector, 2.0)
-    assert before.is_now()
+    assert before.is_same(RandomState(THERE))
     for vector in (first, second):
         assert stats.kstest(vector.cpu().numpy() / 2.0, "norm").pvalue > 1e-4
         assert stats.kstest(vector.cpu().numpy() / 4.0, "norm").pvalue < 1e-4
