@@ -32,7 +32,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.optimize import minimize
-from scipy.signal import lfilter
 from torch import Tensor
 
 from lightning_dp._refusals import RefusedRun
@@ -262,6 +261,8 @@ class BandedNoise(AbstractNoise):
         return float(overlaid @ overlaid) / self.column_norm**2
 
     def inverse(self, steps: int) -> NDArray[np.float64]:
+        from scipy.signal import lfilter  # takes half a second
+
         column: NDArray[np.float64] = lfilter([1.0], self._column, _impulse(steps))
         return column
 

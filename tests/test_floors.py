@@ -83,15 +83,13 @@ def names_in(path: Path) -> frozenset[str]:
     return frozenset(named(path))
 
 
+@cache
 def imported_modules(name: str) -> set[str]:
     """The modules of this package that a module imports; of a package and its part, the part."""
     found = {target for target in names_in(MODULES[name]) if target in MODULES} - {name}
     return {
         target for target in found if not any(other.startswith(f"{target}.") for other in found)
     }
-
-
-IMPORTS = {name: imported_modules(name) for name in MODULES}
 
 
 def importers_of(library: str) -> set[str]:
@@ -119,7 +117,7 @@ def test_no_import_climbs():
     climbing = [
         (name, target)
         for name in MODULES.keys() - {"lightning_dp", "lightning_dp.strategies"}
-        for target in IMPORTS[name]
+        for target in imported_modules(name)
         if room_of(target) != room_of(name)
         and (target == "lightning_dp" or FLOOR_OF[room_of(target)] >= FLOOR_OF[room_of(name)])
     ]
@@ -134,7 +132,7 @@ def test_no_file_imports_itself_through_others():
         assert name not in unfinished, f"a circle: {' -> '.join([*unfinished, name])}"
         if name not in done:
             unfinished.append(name)
-            for target in sorted(IMPORTS[name]):
+            for target in sorted(imported_modules(name)):
                 visit(target)
             unfinished.pop()
             done.add(name)

@@ -84,7 +84,7 @@ class AbstractEvent(ABC):
 
     @property
     def num_steps(self) -> int:
-        """Noised steps that this one charge covers, by its field ``steps`` if it has one."""
+        """Noised steps that this one charge covers, those of its field ``steps`` if it has one."""
         return getattr(self, "steps", 1) if self.is_step else 0
 
     def unbounded(self, relation: Relation) -> str | None:

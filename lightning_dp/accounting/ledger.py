@@ -167,7 +167,7 @@ class Ledger:
         """Write a note into the journal, and return whether it was; a fault is told by the next charge.
 
         Args:
-            kind: :data:`~lightning_dp.accounting.journal.DATA` (number of records, name or None), or
+            kind: ``journal.DATA`` (number of records, name or None), or
                 ``BUDGET`` (ε, δ, relation; noise is chosen at run time); others have their method.
             content: plain values.
         """

@@ -137,6 +137,9 @@ class AbstractGradientEngine(ABC):
     one_record: ClassVar[bool] = False
     """True if records run alone, one after the other."""
 
+    takes_shards: ClassVar[bool] = False
+    """True if each process may hold a part of each parameter; then ``units`` are an argument, too."""
+
     isolates: ClassVar[bool] = False
     """True if records cannot mix in ``training_step``, by construction."""
 

@@ -232,10 +232,10 @@ class CallSums:
             retain_graph=True,
         )
 
-    def gradients(self, scale: float) -> BookkeptGradients:
-        """Return the gradients times a number."""
+    def gradients(self, scale: float, count: int | None = None) -> BookkeptGradients:
+        """Return the gradients times a number, as :class:`BookkeptGradients` takes it."""
         each = [self._of[id(param)] for param in self._params]
-        return BookkeptGradients(self._real, [g if g.uses else None for g in each], scale)
+        return BookkeptGradients(self._real, [g if g.uses else None for g in each], scale, count)
 
 
 # -- along a direction ----------------------------------------------------------------------------

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -28,51 +26,32 @@ from lightning_dp.gradients.one_by_one import OneByOne
 from lightning_dp.gradients.records import Records
 from lightning_dp.gradients.sharded import refuse_other_shards
 
-__all__ = ["EngineChoice", "Rung"]
+__all__ = ["EngineChoice"]
 
 _WHOLE = (
     "With manual optimization or several optimizers, training_step runs with the whole batch, which "
     "engine={!r} does not. Leave the engine at 'auto'."
 )
-Make: TypeAlias = Callable[[nn.Module, Sequence[nn.Parameter]], AbstractGradientEngine]
 _LONGEST = 300  # characters of a reason that is told in short
 
 
-@dataclass(frozen=True)
-class Rung:
-    """One engine of a ladder.
-
-    Args:
-        name: in reports and refusals.
-        make: makes the engine for a model and its trained parameters.
-        of_shards: makes it where each process holds a part of each parameter; None if it cannot be.
-        runs_whole_batch: ``training_step`` runs once, with all records.
-    """
-
-    name: str
-    make: Make
-    of_shards: Make | None = None
-    runs_whole_batch: bool = True
+Kind: TypeAlias = type[AbstractGradientEngine]
+_LADDERS: Mapping[str, tuple[Kind, ...]] = {
+    "auto": (LayerCalls, Records, OneByOne),
+    "records": (Records, OneByOne),
+    "layers": (LayerCalls,),
+    "bookkeeping": (LayerCalls,),  # its old name
+    "ghost": (GhostClipping, LayerCalls, Records, OneByOne),
+    "one_by_one": (OneByOne,),
+}
 
 
-def _hooks(module: nn.Module, params: Sequence[nn.Parameter]) -> AbstractGradientEngine:
+def _ladder(name: str) -> tuple[Kind, ...]:
+    if name != "hooks":
+        return _LADDERS[name]
     from lightning_dp.gradients.opacus_hooks import OpacusHooks  # Opacus takes a second to import
 
-    return OpacusHooks(module, params)
-
-
-_LAYERS = Rung("layers", LayerCalls, of_shards=partial(LayerCalls, units=True))
-_RECORDS = Rung("records", Records, runs_whole_batch=False)
-_ONE_BY_ONE = Rung("one_by_one", OneByOne, runs_whole_batch=False)
-_LADDERS: Mapping[str, tuple[Rung, ...]] = {
-    "auto": (_LAYERS, _RECORDS, _ONE_BY_ONE),
-    "records": (_RECORDS, _ONE_BY_ONE),
-    "layers": (_LAYERS,),
-    "bookkeeping": (_LAYERS,),  # its old name
-    "ghost": (Rung("ghost", GhostClipping), _LAYERS, _RECORDS, _ONE_BY_ONE),
-    "hooks": (Rung("hooks", _hooks),),
-    "one_by_one": (_ONE_BY_ONE,),
-}
+    return (OpacusHooks,)
 
 
 class EngineChoice:
@@ -100,7 +79,8 @@ class EngineChoice:
 
     def __init__(self, name: str) -> None:
         self._last_cure = ALONE
-        self._rungs = _LADDERS[check_engine_name("engine", name)]
+        self._rungs = _ladder(check_engine_name("engine", name))
+        self._is_over_shards = False
         self._reasons: tuple[UnsupportedModelError, ...] = ()  # of the engines above
         self.layout: Layout | None = None
         """The places of samples in a batch, once they are known."""
@@ -118,10 +98,10 @@ class EngineChoice:
     @property
     def isolates(self) -> bool:
         """True if the engine in use runs records alone, so that they cannot mix in the model."""
-        return not self._rung.runs_whole_batch
+        return self._rung.isolates
 
     @property
-    def _rung(self) -> Rung:
+    def _rung(self) -> Kind:
         return self._rungs[len(self._reasons)]
 
     @property
@@ -138,10 +118,12 @@ class EngineChoice:
         refuse_special(module, params)
         refuse_other_shards(module, params)
         while True:
+            rung = self._rung
+            options: Any = {"units": self._is_over_shards} if rung.takes_shards else {}
             try:
-                if self._rung.of_shards is None:
+                if not rung.takes_shards:
                     refuse_sharded(module)
-                return self._rung.make(module, params)
+                return rung(module, params, **options)
             except UnsupportedModelError as reason:
                 if not self.fall(reason):
                     raise self.refusal(reason) from reason
@@ -159,21 +141,23 @@ class EngineChoice:
 
     def whole_batch(self) -> EngineChoice:
         """Return a choice among the engines from here on that run the whole batch, or refuse it."""
-        able = [rung for rung in self._from_here if rung.runs_whole_batch]
+        able = [rung for rung in self._from_here if not rung.isolates]
         if not able:
             raise UnsupportedModelError(_WHOLE.format(self._rung.name), topic="engines")
         return self._among(able)
 
     def over_shards(self) -> EngineChoice:
         """Return a choice among the engines from here on that know shards, if there are any."""
-        able = [replace(r, make=r.of_shards) for r in self._from_here if r.of_shards is not None]
-        return self._among(able or [self._rung])
+        able = [rung for rung in self._from_here if rung.takes_shards]
+        choice = self._among(able or [self._rung])
+        choice._is_over_shards = True
+        return choice
 
     @property
-    def _from_here(self) -> tuple[Rung, ...]:
+    def _from_here(self) -> tuple[Kind, ...]:
         return self._rungs[len(self._reasons) :]
 
-    def _among(self, able: Sequence[Rung]) -> EngineChoice:
+    def _among(self, able: Sequence[Kind]) -> EngineChoice:
         """Return a choice that goes on with these engines, none of which runs a record alone."""
         choice = copy.copy(self)
         choice._last_cure = ""

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import is_
 from typing import Any, Literal
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -85,9 +86,10 @@ class AbstractLayerEngine(AbstractGradientEngine):
         self._held = {layer: tuple(layer._parameters.values()) for layer in rules}
         self._used = {layer: [id(param) for param in _used_by(layer)] for layer in rules}
         self._hooks = ModuleHooks()
+        me: Any = proxy(self)  # so that its memory is free as soon as nobody has the engine
         for layer, rule in rules.items():  # before the user's hooks, which may change the output
             register = partial(layer.register_forward_hook, prepend=True, with_kwargs=True)
-            self._hooks.add(layer, register, partial(self._watch, rule))
+            self._hooks.add(layer, register, partial(type(self)._watch, me, rule))
         self._whole.hang_on(self._hooks)
 
     def drop(self) -> None:
@@ -255,6 +257,7 @@ class LayerCalls(AbstractLayerEngine):
 
     name = "layers"
     has_products = True
+    takes_shards = True
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
         trained = self._whole.trained

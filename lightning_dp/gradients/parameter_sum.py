@@ -311,15 +311,20 @@ class BookkeptGradients(AbstractPerSampleGradients):
         params: the trained parameters, in the order of flat vectors.
         gradients: for each parameter, or None where it was not used.
         scale: multiplies all of them; the loss was the mean over the records.
+        count: n; None if gradients tell it, and it is 0 where there are none.
     """
 
     def __init__(
-        self, params: Sequence[Tensor], gradients: Sequence[ParameterGradients | None], scale: float
+        self,
+        params: Sequence[Tensor],
+        gradients: Sequence[ParameterGradients | None],
+        scale: float,
+        count: int | None = None,
     ) -> None:
         self._params, self._gradients = params, gradients
         self._used = [gradient for gradient in gradients if gradient is not None]
         counts = {len(use.u) for gradient in self._used for use in gradient.uses}
-        self._count = number_of_records(counts)
+        self._count = number_of_records(counts if count is None else counts | {count})
         self._dtype = params[0].dtype if params else torch.float32
         self._scale, self._factor = scale, scale * self._count
 
@@ -332,11 +337,12 @@ class BookkeptGradients(AbstractPerSampleGradients):
         parts = [None if each is None else each.of(records) for each in self._gradients]
         # The mean is still over all of them.
         scale = self._scale * self._count / max(1, len(records))
-        return BookkeptGradients(self._params, parts, scale)
+        return BookkeptGradients(self._params, parts, scale, len(records))
 
     def norms(self) -> Tensor:
         if not self._used:
-            return torch.zeros(0, dtype=torch.float64)
+            none = torch.zeros(self._count, dtype=torch.float64)
+            return where_used(none, self._params[0].device)
         with full_precision(self._params[0].device):
             factors, others = [], []
             for each in self._used:
@@ -362,14 +368,10 @@ class BookkeptGradients(AbstractPerSampleGradients):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         total = flat_memory(held_here(self._params))
-        self._sum_up(weights, total, is_new=True)
+        self.add_weighted_sum(weights, total, is_new=True)
         return total
 
-    def add_weighted_sum(self, weights: Tensor, onto: Tensor) -> None:
-        self._sum_up(weights, onto, is_new=False)
-
-    def _sum_up(self, weights: Tensor, onto: Tensor, *, is_new: bool) -> None:
-        """Add the sum to a vector; to nothing, if nobody has written into it."""
+    def add_weighted_sum(self, weights: Tensor, onto: Tensor, *, is_new: bool = False) -> None:
         weights = (weights * self._factor).to(torch.promote_types(self._dtype, torch.float32))
         of_all = without_zeros(weights) if weights.dim() == 1 else None
         here = held_here(self._params)
@@ -426,7 +428,7 @@ class BookkeptGradients(AbstractPerSampleGradients):
                 continue
             here = ParameterGradients([], param.shape) if here is None else here
             combined.append(here.combine(weight * self._scale, there, allowance))
-        return BookkeptGradients(self._params, combined, 1.0)
+        return BookkeptGradients(self._params, combined, 1.0, self._count)
 
 
 # -- gradients that are all in memory -------------------------------------------------------------

@@ -267,9 +267,13 @@ class Records(AbstractGradientEngine):
             of_units = [each.gradients(scale) for each in sums]
             first, *others = [each for each in of_units if each.count] or of_units[:1]
             return first.combine(1.0, [(1.0, each) for each in others]) if others else first
-        pairs = zip(sums, places, strict=True)
-        found = [each.gradients(scale * self._size / len(own)) for each, own in pairs]
-        return found[0] if len(found) == 1 else GroupedGradients(found, places)
+        if len(sums) == 1:
+            return sums[0].gradients(scale)
+        sizes = map(len, places)
+        found = [
+            each.gradients(scale * self._size / k, k) for each, k in zip(sums, sizes, strict=True)
+        ]
+        return GroupedGradients(found, places)
 
     def drop(self) -> None:
         super().drop()
@@ -314,41 +318,27 @@ class GroupedGradients(AbstractPerSampleGradients):
         return self._in_order([each.norms_by_parameter() for each in self._groups])
 
     def _in_order(self, found: Sequence[Tensor]) -> Tensor:
-        """Return norms of the groups in the order of the batch; 0 for samples without gradients."""
-        like = max(found, key=lambda norms: norms.device.type != "cpu")
-        filled = [
-            each.to(like) if len(each) else like.new_zeros(len(places), *like.shape[1:])
-            for each, places in zip(found, self._places, strict=True)
-        ]
-        order = torch.cat(self._places).argsort().to(like.device)
-        return torch.cat(filled)[order]
+        """Return what there is of each record in the order of the batch."""
+        whole = torch.cat(list(found))
+        return whole[torch.cat(self._places).argsort().to(whole.device)]
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        first, *others = self._filled()
-        total = first[0].weighted_sum(weights[first[1].to(weights.device)])
-        for each, places in others:
+        total = self._groups[0].weighted_sum(weights[self._places[0].to(weights.device)])
+        for each, places in zip(self._groups[1:], self._places[1:], strict=True):
             each.add_weighted_sum(weights[places.to(weights.device)], total)
         return total
 
     def add_weighted_sum(self, weights: Tensor, onto: Tensor) -> None:
-        for each, places in self._filled():
+        for each, places in zip(self._groups, self._places, strict=True):
             each.add_weighted_sum(weights[places.to(weights.device)], onto)
-
-    def _filled(self) -> list[tuple[BookkeptGradients, Tensor]]:
-        pairs = list(zip(self._groups, self._places, strict=True))
-        return [pair for pair in pairs if pair[0].count] or pairs[:1]
 
     def discard(self) -> None:
         for each in self._groups:
             each.discard()
 
     def restrict(self, coordinates: Tensor) -> AbstractPerSampleGradients:
-        found = [(each.restrict(coordinates), places) for each, places in self._filled()]
-        rows = [part.entries() for part, _ in found]
-        whole = rows[0].new_zeros(self.count, len(coordinates))
-        for part, (_, places) in zip(rows, found, strict=True):
-            whole[places.to(whole.device)] = part
-        return restricted([whole], 1.0)
+        found = [each.restrict(coordinates).entries() for each in self._groups]
+        return restricted([self._in_order(found)], 1.0)
 
     def combine(
         self, weight: float, others: Sequence[tuple[float, AbstractPerSampleGradients]]
@@ -363,11 +353,10 @@ class GroupedGradients(AbstractPerSampleGradients):
         groups, places_of = list[BookkeptGradients](), list[Tensor]()
         for label in torch.unique(labels, dim=0):
             places = (labels == label).all(1).nonzero().flatten()
-            parts = [
+            (own, first), *rest = [
                 (w, point._part(int(number), places))
                 for w, point, number in zip(weights, points, label, strict=True)
             ]
-            (own, first), *rest = [pair for pair in parts if pair[1].count] or parts[:1]
             groups.append(first.combine(own, rest))
             places_of.append(places)
         return GroupedGradients(groups, places_of)
@@ -375,9 +364,7 @@ class GroupedGradients(AbstractPerSampleGradients):
     def _part(self, number: int, places: Tensor) -> BookkeptGradients:
         """Return the gradients of some samples of a group, by their places in the batch."""
         group, own = self._groups[number], self._places[number]
-        if not group.count or len(places) == len(own):
-            return group
-        return group.of(torch.searchsorted(own, places))
+        return group if len(places) == len(own) else group.of(torch.searchsorted(own, places))
 
 
 def _grouped(gradients: AbstractPerSampleGradients, n: int) -> GroupedGradients:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,21 +14,12 @@ from lightning_dp.gradients import AbstractGradientEngine, UnsupportedModelError
 from lightning_dp.gradients.ghost import GhostClipping
 from lightning_dp.gradients.layer_calls import LayerCalls
 from lightning_dp.gradients.opacus_hooks import OpacusHooks
-from tests.gradients.models import EXAMPLES
 
 RECORDS = 5
 
 
 def features() -> Tensor:
     return torch.randn(RECORDS, 6)
-
-
-@pytest.fixture(params=["mlp", "cnn", "tied embedding"])
-def case(request: pytest.FixtureRequest) -> SimpleNamespace:
-    """Return functions that make a model and the inputs of a batch."""
-    torch.manual_seed(0)
-    example = EXAMPLES[request.param]
-    return SimpleNamespace(make=example.make, batch=lambda: example.batch(RECORDS)["x"])
 
 
 class _Covered(AbstractGradientEngine):

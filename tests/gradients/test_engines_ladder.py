@@ -20,7 +20,6 @@ from lightning_dp.gradients import (
     engines,
 )
 from lightning_dp.gradients.base import AbstractPerSampleGradients
-from lightning_dp.gradients.engines import Rung
 from lightning_dp.gradients.layer_calls import LayerCalls
 
 QUERY = Query((Term(),), clip_norm=0.5, noise_multiplier=0.0)
@@ -29,14 +28,14 @@ QUERY = Query((Term(),), clip_norm=0.5, noise_multiplier=0.0)
 class Fussy(LayerCalls):
     """Refuses batches of other than 4 records, at one of the places where an engine can refuse."""
 
-    place = "backward"
+    name, place = "fussy", "backward"
 
     def _refuse(self, place: str, rows: int) -> None:
         if place == self.place and rows != 4:
             raise UnsupportedModelError(f"0 (Linear) saw {rows} rows and not 4. Give it 4.")
 
-    def __init__(self, module: nn.Module, params: Any) -> None:
-        super().__init__(module, params)
+    def __init__(self, module: nn.Module, params: Any, **how: Any) -> None:
+        super().__init__(module, params, **how)
         self._refuse("made", 0)
 
     def backward(self, loss: Tensor, **how: Any) -> None:
@@ -55,8 +54,7 @@ def ladder(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
     def make(place: str) -> None:
         monkeypatch.setattr(Fussy, "place", place)
-        rungs = (Rung("fussy", Fussy), Rung("layers", LayerCalls))
-        monkeypatch.setitem(engines._LADDERS, "auto", rungs)  # type: ignore[arg-type]
+        monkeypatch.setitem(engines._LADDERS, "auto", (Fussy, LayerCalls))  # type: ignore[arg-type]
 
     return make
 

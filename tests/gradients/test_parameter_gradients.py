@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import ref
 
 import pytest
 import torch
@@ -85,6 +86,9 @@ def test_memory_does_not_grow_with_the_sizes_of_batches(oracle):
         torch.testing.assert_close(total[:256].view(16, 16), expected * size)
     kept = [tensor for free in engine._memory._free.values() for tensor in free]
     assert [len(tensor) for tensor in kept] in ([], [10])
+    pool = ref(engine._memory)
+    del engine, gradients
+    assert pool() is None  # at once: no circle waits for the collector
 
 
 def opposite(x: Tensor) -> Tensor:

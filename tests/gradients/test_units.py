@@ -12,7 +12,7 @@ from lightning_dp.gradients import EngineChoice, RecordPasses, Replay, Unsupport
 from lightning_dp.gradients.batches import RowOwners, SampleBatch
 from lightning_dp.gradients.graph import CoupledLossError
 from tests.gradients.models import EXAMPLES
-from tests.gradients.test_contract import N, alone, ask, known, made, near, replay, vector
+from tests.gradients.test_contract import alone, ask, known, made, near, replay, vector
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
@@ -72,19 +72,6 @@ def check_parameters(found, module, here):
     weights = torch.rand(len(here), len(sizes), dtype=torch.float64)
     total = torch.cat([weights[:, i] @ part for i, part in enumerate(here.split(sizes, 1))])
     torch.testing.assert_close(found.weighted_sum(weights), total, rtol=1e-8, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer block"])
-def test_equal_copies_of_a_record_are_the_record(name):
-    ((example, here),) = [(each, known(n)[0]) for n, each in EXAMPLES.items() if n == name]
-    module, batch = made(example)
-    copies = {n: part.repeat_interleave(3, 0) for n, part in batch.items()}
-    owners = owners_of([place // 3 for place in range(3 * N)])
-    for engine in ENGINES:
-        with alone(engine, module) as passes:
-            whole = replay(example, module, copies)
-            chunk = Replay(whole.forward, whole.batch, N, owners=owners)
-            ask(passes, chunk, Term(), rows=here)
 
 
 def test_rows_of_records_stand_inside_of_units():

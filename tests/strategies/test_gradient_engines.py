@@ -14,7 +14,6 @@ from torchmetrics import MeanMetric
 from lightning_dp import Diff2, FullBatch
 from lightning_dp.gradients import UnsupportedModelError, engines
 from lightning_dp.gradients.base import AbstractPerSampleGradients
-from lightning_dp.gradients.engines import Rung
 from lightning_dp.gradients.layer_calls import LayerCalls
 from tests.zoo import private
 
@@ -137,15 +136,15 @@ PLACES = ["forward", "backward", "take"]
 class Fussy(LayerCalls):
     """Refuses one width of rows, at one of the places where an engine can refuse."""
 
-    place = "backward"
+    name, place = "fussy", "backward"
     width = 12
 
     def _refuse(self, place: str, *, is_odd: bool) -> None:
         if place == self.place and is_odd:
             raise UnsupportedModelError(f"net (Linear) saw rows of {self.width} places. Cut them.")
 
-    def __init__(self, module: nn.Module, params: Any) -> None:
-        super().__init__(module, params)
+    def __init__(self, module: nn.Module, params: Any, **how: Any) -> None:
+        super().__init__(module, params, **how)
         self._odd = False
         layer = next(part for part in module.modules() if isinstance(part, nn.Linear))
 
@@ -203,8 +202,7 @@ def train_on_ladder(classifier, fit, monkeypatch):
     def run(place: str | None, width: int = 12, model: Any = Counting, **options: Any) -> Any:
         monkeypatch.setattr(Fussy, "place", place)
         monkeypatch.setattr(Fussy, "width", width)
-        rungs = (Rung("fussy", Fussy), Rung("layers", LayerCalls))
-        monkeypatch.setitem(engines._LADDERS, "auto", rungs)  # type: ignore[arg-type]
+        monkeypatch.setitem(engines._LADDERS, "auto", (Fussy, LayerCalls))  # type: ignore[arg-type]
         torch.manual_seed(0)
         module = model()
         privacy = private(max_grad_norm=0.3, seed=3, sampling=FullBatch(), **options)
@@ -258,7 +256,7 @@ def test_an_engine_below_that_refuses_too_ends_the_run(train_on_ladder, monkeypa
 
     def both(self: Any, name: str, **how: Any) -> None:
         original(self, name, **how)
-        self._rungs = (Rung("fussy", Fussy), Rung("fussier", Fussier))
+        self._rungs = (Fussy, Fussier)
 
     monkeypatch.setattr(engines.EngineChoice, "__init__", both)
     with pytest.raises(Exception, match=r"nobody takes.*'fussy' does not cover it either.*Linear"):
