@@ -243,6 +243,7 @@ FAULTS = (
     ),
     Fault("draws_are_saved", '"missed": sorted(self._missed),', '"drawn": sorted(self._drawn),'),
     Fault("clients_charged_at_half_the_rate", "plan.noise_multiplier(t), self.rate", "/ 2"),
+    Fault("a_lost_ledger_of_clients_passes", "ledger.history()) < self._charges", "and False"),
     Fault("a_step_has_two_releases", "self._place[0], 1, make", ", keep=False"),
     Fault("a_missed_query_is_asked", "client not in self._answered | self._missed", "- {client}"),
     Fault(
@@ -270,7 +271,7 @@ SEEN_BY = {  # the file that is tried first
     ),
     "tests/federated/test_synchronous_sampling.py": (
         "who_is_not_drawn_counts who_is_not_drawn_is_not_asked draws_are_saved "
-        "clients_charged_at_half_the_rate a_step_has_two_releases"
+        "clients_charged_at_half_the_rate a_step_has_two_releases a_lost_ledger_of_clients_passes"
     ),
     "tests/gradients/test_batches.py": "a_size_taken_for_records",
     "tests/gradients/test_contract.py": "a_part_counted_twice mean_over_twice_the_targets",
