@@ -58,8 +58,8 @@ class EngineChoice:
     """The engine that a name stands for: the first of its ladder that can handle the model.
 
     Whether one can is decided by the model, the shapes of a batch and the graph of its loss. It shows
-    when the engine is made, on a synthetic batch, or on a real one. The choice only ever goes
-    down, and all who share it go on with the engine that it has come to.
+    when the engine is made, on a synthetic batch, or on a real one. All who share the choice go on
+    with the engine that it has come to.
 
     Args:
         name: as in ``PrivacyConfig``.
@@ -138,6 +138,10 @@ class EngineChoice:
             return False
         self._reasons = (*self._reasons, reason.plain())
         return True
+
+    def climb(self) -> None:
+        """Take the latest fall back: the engine below fails at the same values."""
+        self._reasons = self._reasons[:-1]
 
     def whole_batch(self) -> EngineChoice:
         """Return a choice among the engines from here on that run the whole batch, or refuse it."""

@@ -479,9 +479,18 @@ class RecordPasses:
         except UnsupportedModelError as reason:
             if chunk.forward is None:
                 raise
+            ran_parts = self.engine.runs_parts
             self.go_down(reason)
-        with self._again():
-            return self._by_some_engine(replace(chunk, randomness=begun), ask)
+        try:
+            with self._again():
+                return self._by_some_engine(replace(chunk, randomness=begun), ask)
+        except UnsupportedModelError:
+            raise
+        except Exception:  # the user's: what records alone could not run, ordinary training cannot
+            if ran_parts:
+                self._choice.climb()
+                self.go_on()
+            raise
 
     def _combined(
         self, query: Query, chunk: Replay, first: AbstractPerSampleGradients | None

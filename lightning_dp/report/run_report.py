@@ -271,15 +271,11 @@ def _split(
     with_noise = [each for each in same if has_guarantee(each.runs)]
     counted = [each for each in with_noise if each.budget is None]
     budgets = [each.budget.declared for each in with_noise if each.budget is not None]
-    lines = [f"Not in the sum, add it: {each}." for each in budgets]
+    lines = [f"Left out, add it: {each}." for each in budgets]
     if others := len(found.written) - len(same):
-        lines.append(
-            f"Not in the sum: {others} of other data (another name, or number of records)."
-        )
+        lines.append(f"Left out: {others} of other data (another name, or number of records).")
     if without := len(same) - len(with_noise):
-        lines.append(
-            f"Not in the sum: {without} without noise, which must stay secret: ε would be inf."
-        )
+        lines.append(f"Left out: {without} without noise, which must stay secret: ε would be inf.")
     if found.unread:
         lines.append(
             f"{found.unread} of them are too long to be added up now; python -m "

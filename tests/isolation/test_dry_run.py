@@ -126,11 +126,12 @@ class Raises(Model):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("engine", ["auto", "layers"])
+@pytest.mark.parametrize("engine", ["auto", "layers", "records"])
 def test_a_model_that_raises_on_made_up_samples_trains_and_its_error_is_told(fit, engine):
     privacy = fit(Raises(network(), F.cross_entropy), engine=engine)
 
     assert privacy.steps == 2
+    assert "since" not in privacy.report().mechanism["gradient engine"]  # none is ruled out by it
     if engine == "layers":
         assert "ValueError: features are not scaled" in str(privacy.report())
 
