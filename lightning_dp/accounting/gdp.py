@@ -1,12 +1,14 @@
-"""The exact formulas of mu-GDP, for Gaussian mechanisms about all records."""
+"""Gaussian mechanisms without a grid: exact formulas of mu-GDP, and a bound for little noise."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import brentq
-from scipy.special import erfcx, ndtr, ndtri
+from scipy.special import bdtrc, erfcx, ndtr, ndtri
 
 from lightning_dp._validate import between, not_negative, number, positive
 from lightning_dp.accounting.base import check_delta, check_relation
@@ -17,6 +19,8 @@ HUGE = 1e4
 
 _LARGE = 1e6  # from this μ on, losses near μ²/2 are known to a rounding error of some μ alone
 _SLACK = 1e-15  # times μ: the rounding of ε/μ - μ/2
+_LITTLE = 0.1  # a noise multiplier; below, a record that takes part is nearly published
+_ROUND_UP = 1 + 1e-6  # of a binomial tail, for its rounding
 _SQRT_HALF_PI = math.sqrt(math.pi / 2)
 
 
@@ -120,3 +124,60 @@ def mu_of_budget(epsilon: float, delta: float) -> float:
     while gdp_delta(mu, epsilon) > delta:
         mu *= 1 - 1e-14
     return mu
+
+
+@dataclass(frozen=True)
+class LittleNoise:
+    """Bounds for steps with so little noise that no grid could hold their losses.
+
+    Given which of the steps a record takes part in, the pair of distributions is that of a Gaussian of
+    ``mu^2 = Delta^2 sum z_t^-2`` over those steps. The hockey-stick divergence is jointly convex, so the
+    profile of the mixture over these sets is at most the mean of theirs, for both relations and in both
+    orders. A set of at most k of the steps with little noise, and all others, has at most
+    ``mu_k^2 = Delta^2 (k / z_least^2 + sum_others z_t^-2)``, so that
+
+    ``delta(epsilon) <= P(J > k) + G(epsilon; mu_k)`` for every k,
+
+    with J the number of such steps that the record takes part in, at most binomial with the largest of
+    their rates, and G the Gaussian profile.
+
+    Args:
+        count: number of the steps with little noise.
+        sample_rate: the largest of theirs.
+        mu: of one of them, the largest.
+        others: the sum of the squares of μ of all other steps.
+    """
+
+    count: int
+    sample_rate: float
+    mu: float
+    others: float
+
+    @classmethod
+    def of(cls, steps: Steps, relation: str) -> LittleNoise:
+        """Split a history into steps with little noise and others."""
+        z, rates = steps.noise_multipliers, steps.sample_rates
+        few = (z < _LITTLE) & (rates < 1)
+        squares = check_relation(relation) ** 2 * steps.counts * (1 / z) ** 2
+        mu = check_relation(relation) / float(z[few].min(initial=math.inf))
+        count, rate = int(steps.counts[few].sum()), float(rates[few].max(initial=0.0))
+        return cls(count, rate, mu, math.fsum(squares[~few]))
+
+    def epsilon(self, delta: float) -> float:
+        """Return an epsilon at ``delta``."""
+        few = bisect_left(range(self.count), True, key=lambda k: self._more(k) <= delta / 2)
+        return gdp_epsilon(self._mu(few), delta - self._more(few))
+
+    def delta(self, epsilon: float) -> float:
+        """Return a delta at ``epsilon``."""
+        few = {int(k) for k in np.geomspace(1, self.count + 1, 64) - 1}
+        return min(1.0, *(self._more(k) + gdp_delta(self._mu(k), epsilon) for k in few))
+
+    def _more(self, k: int) -> float:
+        """Return the probability that a record takes part in more than k of them."""
+        if k >= self.count:
+            return 0.0
+        return float(bdtrc(k, self.count, self.sample_rate)) * _ROUND_UP
+
+    def _mu(self, k: int) -> float:
+        return math.sqrt(k * self.mu**2 + self.others)

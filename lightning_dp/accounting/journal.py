@@ -467,20 +467,21 @@ class Journal:
     Args:
         path: the file; it is made when it does not exist, with its folder.
         ledger_id: the ledger it must belong to.
+        wait: seconds for another process that holds it to end.
 
     Raises:
         JournalError: if another process holds it, it belongs to another ledger, or is damaged.
         JournalDiskError: if the disk does not take it.
     """
 
-    def __init__(self, path: Path, ledger_id: str) -> None:
+    def __init__(self, path: Path, ledger_id: str, wait: float = 0.0) -> None:
         self.path = path
         self._is_torn, self._process = False, os.getpid()
         self._lock = filelock.FileLock(f"{path}.lock", mode=FILE_MODE)
         with self._disk("opened"):
             make_folder(path.parent)
             try:
-                self._lock.acquire(timeout=0)
+                self._lock.acquire(timeout=wait)
             except filelock.Timeout:
                 raise JournalError(
                     f"The privacy journal {path} is in use by another run. Two runs cannot spend "

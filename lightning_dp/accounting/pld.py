@@ -19,7 +19,7 @@ from lightning_dp.accounting.base import (
 )
 from lightning_dp.accounting.events import AbstractEvent, History, check_history, sampled_gaussian
 from lightning_dp.accounting.external import Declared
-from lightning_dp.accounting.gdp import HUGE, gdp_delta, gdp_epsilon, mu_of
+from lightning_dp.accounting.gdp import HUGE, LittleNoise, gdp_delta, gdp_epsilon, mu_of
 from lightning_dp.accounting.rdp import RenyiCurve
 from lightning_dp.accounting.steps import (
     CheckedHistory,
@@ -56,8 +56,8 @@ class PLDAccountant(AbstractAccountant):
     - it is at most about ``rtol`` (relative) above the exact composition, for up to 32 distinct
       steps; for more, interpolation in ``(z, q)`` adds up to about ``spacing^2``, and memory bounds
       may coarsen the grid or the interpolation, always upwards;
-    - where Rényi accounting says more than about 10,000, as of next to no noise, that is the answer, for
-      no grid of such losses would fit; and a delta below about 1e-30 may be far above the truth.
+    - an epsilon above about 10,000 is a quick bound, where no grid of such losses would fit, and a
+      delta below about 1e-30 may be far above the truth.
 
     Assumes Poisson sampling, independent for every event, and noise multipliers that were fixed in
     advance, or for full batches a budget on ``sum z_t^-2`` fixed in advance.
@@ -106,8 +106,8 @@ class PLDAccountant(AbstractAccountant):
             bound = gdp_epsilon(mu_of(steps, relation), delta)
             if bound == 0.0 or math.isinf(bound) or not _needs_amplification(steps, relation):
                 return bound
-            if bound > HUGE:
-                bound = min(bound, RenyiCurve(steps, relation).epsilon(delta))
+            if bound > HUGE or LittleNoise.of(steps, relation).count:
+                bound = min(bound, _quick_epsilon(steps, delta, relation))
             if bound > HUGE or bound == 0.0:
                 return bound
         else:
@@ -140,7 +140,8 @@ class PLDAccountant(AbstractAccountant):
         if steps.has_noiseless or not _needs_amplification(steps, relation):
             return without
         if self._needs_no_grid(steps, declared, _ANY_DELTA, relation):
-            return min(without, RenyiCurve(steps, relation).delta(epsilon))
+            quick = RenyiCurve(steps, relation).delta(epsilon)
+            return min(without, quick, LittleNoise.of(steps, relation).delta(epsilon))
         return min(without, search.worst_direction(steps))
 
     def curve(
@@ -183,13 +184,21 @@ class PLDAccountant(AbstractAccountant):
             return not RenyiCurve(steps, relation, declared).epsilon(delta) <= HUGE
         if gdp_epsilon(mu_of(steps, relation), delta) <= HUGE:
             return False  # as nearly always, and quickly seen
-        return not 0.0 < RenyiCurve(steps, relation).epsilon(delta) <= HUGE
+        return not 0.0 < _quick_epsilon(steps, delta, relation) <= HUGE
 
 
 def _needs_amplification(steps: Steps, relation: Relation) -> bool:
     """True if the formula for full batches is neither exact nor as good as 0."""
     is_full = bool(np.all(steps.sample_rates == 1.0))
     return not is_full and mu_of(steps, relation) >= _NEXT_TO_NOTHING
+
+
+def _quick_epsilon(steps: Steps, delta: float, relation: Relation) -> float:
+    """Return a bound of epsilon that needs no grid, for large losses."""
+    few = LittleNoise.of(steps, relation)
+    if few.count:  # Rényi's integrals would be long
+        return few.epsilon(delta)
+    return RenyiCurve(steps, relation).epsilon(delta)
 
 
 Events = AbstractEvent | Sequence[AbstractEvent | tuple[AbstractEvent, int]]

@@ -18,7 +18,8 @@ from lightning_dp.boundary import Query, Release, State
 from lightning_dp.estimators.base import AbstractEstimator, Traits
 from lightning_dp.functional import number_of_entries
 from lightning_dp.gradients import AbstractGradientEngine
-from lightning_dp.gradients.base import AbstractPerSampleGradients
+from lightning_dp.gradients.base import AbstractPerSampleGradients, Around, Forward
+from lightning_dp.gradients.batches import SampleBatch
 
 __all__ = ["Canaries", "CanaryData", "CanaryEngine", "CanaryEstimator"]
 
@@ -145,6 +146,12 @@ class CanaryEngine(AbstractGradientEngine):
 
     def __init__(self, engine: AbstractGradientEngine, canaries: Canaries) -> None:
         self._engine, self._canaries = engine, canaries
+        self.isolates = engine.isolates
+
+    def run(self, forward: Forward, batch: SampleBatch, around: Around | None = None) -> Any:
+        output = self._engine.run(forward, batch, around)
+        self.has_asked = self._engine.has_asked
+        return output
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
         self._engine.backward(loss, keep_graph=keep_graph, combined=combined)
@@ -221,16 +228,15 @@ class CanaryData(Dataset[Any]):
     def __len__(self) -> int:
         return self._canaries.records + self._canaries.number
 
-    def __getitem__(self, index: int) -> tuple[int, Any]:
-        return index, self._data[index % self._canaries.records]
+    def __getitem__(self, index: int) -> Any:
+        return self._data[index % self._canaries.records]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        """Note the records of the present batch, and return them."""
+        self._canaries.next_batch(indices)
+        return [self[index] for index in indices]
 
     def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Return a loader with the same sampling rate that notes the records of the present batch."""
-        of_user = loader.collate_fn
-
-        def collate(items: list[tuple[int, Any]]) -> Any:
-            self._canaries.next_batch([index for index, _ in items])
-            return of_user([item for _, item in items])
-
+        """Return a loader with the same sampling rate."""
         size = round((loader.batch_size or 1) * len(self) / self._canaries.records)
-        return DataLoader(self, batch_size=max(1, size), shuffle=True, collate_fn=collate)
+        return DataLoader(self, batch_size=max(1, size), shuffle=True, collate_fn=loader.collate_fn)

@@ -140,7 +140,7 @@ class AbstractGradientEngine(ABC):
     takes_shards: ClassVar[bool] = False
     """True if each process may hold a part of each parameter; then ``units`` are an argument, too."""
 
-    isolates: ClassVar[bool] = False
+    isolates = False
     """True if records cannot mix in ``training_step``, by construction."""
 
     loss_scale = 1.0

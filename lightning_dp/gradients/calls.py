@@ -280,7 +280,7 @@ def run_along(
             f"A Hessian-vector product needs the second derivative of every operation, and one has "
             f"none{which} Replace the operation, or use an estimator without Hessians.",
             topic="hessian-products",
-        ) from error
+        ) from None
     return result
 
 

@@ -289,7 +289,7 @@ def _refusing() -> Iterator[None]:
         raise
     except Exception as error:
         reason = _RAISED.format(type(error).__name__)
-        raise UnsupportedModelError(f"{reason}.", topic="unsupported-model") from error
+        raise UnsupportedModelError(f"{reason}.", topic="unsupported-model") from None
 
 
 def _as_rows(x: Any) -> Any:

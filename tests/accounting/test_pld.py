@@ -25,9 +25,9 @@ from lightning_dp.accounting import (
 )
 from lightning_dp.accounting._grid import GridSearch, Target
 from lightning_dp.accounting._grouping import as_mixture
-from lightning_dp.accounting._pmf import discretise
+from lightning_dp.accounting._pmf import discretise, forward_profile
 from lightning_dp.accounting.events import PoissonRound
-from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon
+from lightning_dp.accounting.gdp import LittleNoise, gdp_delta, gdp_epsilon
 from lightning_dp.accounting.guards import GDPGuard
 from lightning_dp.accounting.steps import merge
 
@@ -394,6 +394,27 @@ def test_a_window_that_is_too_narrow_is_paid_for_in_delta(monkeypatch):
 LOTS, TINY = 10**15, P(1e-6, 0.01)
 
 
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(logs(0.02, 0.099), logs(1e-3, 0.5), st.sampled_from(RELATIONS))
+def test_a_step_of_little_noise_is_bounded_by_the_chance_to_take_part(z, q, relation):
+    found = LittleNoise.of(merge([(P(z, q), 1)]), relation)
+    for share in (0.2, 0.9, 1.0, 1.3):
+        at = np.array([share * 0.5 / z**2])
+        exact = float(forward_profile(at, z, q, relation)[0][0])  # the worse direction here
+        assert exact <= found.delta(share * 0.5 / z**2) * (1 + 1e-9) + 1e-14
+        if share < 0.5 and z < 0.05:
+            assert found.delta(share * 0.5 / z**2) <= 1.01 * exact
+
+
+@each_relation
+def test_many_steps_of_little_noise_are_bounded_a_little_above_the_grid(relation):
+    steps = merge([(P(0.05, 0.01), 100), (P(0.06, 0.004), 50)])
+    target = Target(log_delta=math.log(1e-5))
+    on_grid = GridSearch(2.5e-4, 0.04, (), relation, target).worst_direction(steps)
+    factor = 1.0 if relation == "add_remove" else 4.0  # Gaussians at twice the distance
+    assert on_grid <= LittleNoise.of(steps, relation).epsilon(1e-5) <= 1.5 * factor * on_grid
+
+
 def declared(what: str, epsilon: float, delta: float = 0.0) -> ApproximateDP:
     return ApproximateDP(epsilon, delta, relation="add_remove", what=what)
 
@@ -431,10 +452,12 @@ def test_a_tiny_delta_is_that_of_its_epsilon(at):
 
 
 def test_a_delta_above_the_chance_to_take_part_costs_next_to_nothing():
-    assert epsilon(P(0.05, 1e-6), 1e-4) < 1e-8
+    assert epsilon(P(0.01, 1e-9), 1e-8) < 1e-8 and epsilon(P(0.05, 1e-6), 1e-4) < 1e-8
 
 
-def test_next_to_no_noise_is_none():
+def test_next_to_no_noise_costs_what_the_largest_probable_number_of_releases_does():
+    # P(more than 7 of 100 at rate 0.01) = 8e-6, P(more than 8) = 8e-7.
+    assert 7 * 0.5e12 < epsilon([(TINY, 100)], 1e-5) < 8.01 * 0.5e12
     for z in (1e-160, 1e-310):  # whose squares would underflow: none
         assert epsilon([(P(z, 0.01), 1)], 1e-5) == math.inf
         assert StreamingRDPAccountant().delta([(Gaussian(z), 1)], 9.0) == 1.0

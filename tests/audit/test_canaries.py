@@ -88,8 +88,9 @@ def test_correct_code_is_found_nearly_as_private_as_claimed(settings, run_audit)
         {"estimator": Storm(momentum=0.9, max_grad_norm=1.0, diff_norm=1.0)},
         {"noise_schedule": Exponential(rate=0.02)},
         {"engine": "hooks"},
+        {"engine": "records"},
     ],
-    ids=["diff2", "storm", "schedule", "hooks"],
+    ids=["diff2", "storm", "schedule", "hooks", "records"],
 )
 def test_it_audits_every_kind_of_step(settings, run_audit):
     assert_near(run_audit(**FULL, **settings), 0.4)
