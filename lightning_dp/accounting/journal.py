@@ -762,11 +762,11 @@ def charges_of(runs: Charges, run: str, but: int | None = None) -> int:
 
 def federations_in(runs: Charges) -> dict[str, Charges]:
     """Return the charges of a client's journal by federation; empty if it is not a client's."""
-    found: dict[str, Charges] = {}
+    found: dict[str, dict[str, History]] = {}
     for key, charges in runs.items():
         if (at := Round.read(key)) is not None:
-            found.setdefault(at.run, Charges()).merge({key: charges})
-    return found
+            found.setdefault(at.run, {})[key] = charges
+    return {run: Charges(charges) for run, charges in found.items()}
 
 
 # -- release files -----------------------------------------------------------------------------
