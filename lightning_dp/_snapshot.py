@@ -9,12 +9,12 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
-from operator import is_, is_not
+from operator import is_, is_not, methodcaller
 from pathlib import PurePath
 from typing import Any, Literal, TypeAlias
 
@@ -30,6 +30,7 @@ from torchmetrics import Metric
 __all__ = [
     "IS_THERE",
     "OWN_GENERATORS",
+    "VALUES",
     "Difference",
     "Path",
     "RandomState",
@@ -48,6 +49,9 @@ __all__ = [
 
 IS_THERE = partial(is_not, None)
 """Lets ``filter`` leave out None."""
+
+VALUES: Callable[[Any], Iterable[Any]] = methodcaller("values")
+"""Of a module's parts: those of a scripted one are in no ``dict``."""
 
 OWN_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 

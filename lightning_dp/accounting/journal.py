@@ -467,20 +467,21 @@ class Journal:
     Args:
         path: the file; it is made when it does not exist, with its folder.
         ledger_id: the ledger it must belong to.
+        wait: seconds for another process that holds it to end.
 
     Raises:
         JournalError: if another process holds it, it belongs to another ledger, or is damaged.
         JournalDiskError: if the disk does not take it.
     """
 
-    def __init__(self, path: Path, ledger_id: str) -> None:
+    def __init__(self, path: Path, ledger_id: str, wait: float = 0.0) -> None:
         self.path = path
         self._is_torn, self._process = False, os.getpid()
         self._lock = filelock.FileLock(f"{path}.lock", mode=FILE_MODE)
         with self._disk("opened"):
             make_folder(path.parent)
             try:
-                self._lock.acquire(timeout=0)
+                self._lock.acquire(timeout=wait)
             except filelock.Timeout:
                 raise JournalError(
                     f"The privacy journal {path} is in use by another run. Two runs cannot spend "
@@ -761,11 +762,11 @@ def charges_of(runs: Charges, run: str, but: int | None = None) -> int:
 
 def federations_in(runs: Charges) -> dict[str, Charges]:
     """Return the charges of a client's journal by federation; empty if it is not a client's."""
-    found: dict[str, Charges] = {}
+    found: dict[str, dict[str, History]] = {}
     for key, charges in runs.items():
         if (at := Round.read(key)) is not None:
-            found.setdefault(at.run, Charges()).merge({key: charges})
-    return found
+            found.setdefault(at.run, {})[key] = charges
+    return {run: Charges(charges) for run, charges in found.items()}
 
 
 # -- release files -----------------------------------------------------------------------------

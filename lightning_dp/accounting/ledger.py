@@ -461,6 +461,8 @@ def neighbours(folder: Path, own_id: str) -> Neighbours:
     """Read the other journals in a folder, except the one of this ledger."""
     found, read = Neighbours(), 0
     for _, path, size in sorted(_journals(folder), reverse=True):  # newest first
+        if path.stem == own_id:  # however long it is
+            continue
         if read + size > _READ:
             found.unread += 1
             continue

@@ -54,6 +54,8 @@ Budget: TypeAlias = tuple[float, float, Relation]  # ε, δ and the neighbouring
 _Events: TypeAlias = Callable[[int], Sequence[AbstractEvent]]
 _Make: TypeAlias = Callable[[np.random.Generator], bytes]
 
+_WAIT = 60.0  # seconds for another run over the data set to make its release
+
 
 # -- the plan and the budget -------------------------------------------------------------------
 
@@ -202,8 +204,8 @@ class ReleaseLedger:
         folder = local_folder("directory", directory)
         self.journal_path = folder / f"{file_name(dataset_id)}.journal"
 
-    def history(self) -> list[tuple[AbstractEvent, int]]:
-        """Return everything charged for this data set, over all runs.
+    def charges(self) -> Charges:
+        """Return everything charged for this data set, by the rounds of all runs.
 
         Raises:
             JournalError: if the journal is damaged, another data set's, or behind release files.
@@ -217,7 +219,11 @@ class ReleaseLedger:
                     f"{self.journal_path} is of data set {found!r}.", topic="journal-behind"
                 )
         check_nothing_is_missing(self.journal_path, self.dataset_id, runs, known)
-        return runs.history()
+        return runs
+
+    def history(self) -> list[tuple[AbstractEvent, int]]:
+        """Return everything charged for this data set, over all runs; raises as :meth:`charges`."""
+        return self.charges().history()
 
     def epsilon(self, delta: float, relation: Relation = "add_remove") -> float:
         """Return ε at ``delta`` of everything charged so far."""
@@ -300,7 +306,7 @@ class _OpenRun:
             known = [*progress_of_all(journal_path)]
             if not journal_path.exists():  # nor has another process begun one meanwhile
                 check_nothing_is_missing(journal_path, dataset_id, Charges(), known)
-        self._journal = Journal(journal_path, dataset_id)
+        self._journal = Journal(journal_path, dataset_id, wait=_WAIT)
         self.kept = {}
         try:
             if (reason := self._journal.runs.voided) is not None:

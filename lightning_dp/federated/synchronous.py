@@ -31,7 +31,7 @@ from lightning_dp._world import World
 from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.events import AbstractEvent
-from lightning_dp.accounting.journal import JournalError
+from lightning_dp.accounting.journal import JournalError, federations_in
 from lightning_dp.boundary import BoundedSum, Query, Release, State, Term, add_noise
 from lightning_dp.estimators.base import Driver, distance
 from lightning_dp.federated.client import (
@@ -273,7 +273,7 @@ class SynchronousServer(AbstractServer):
         self._answered, self._total = set[int](), self._point  # of the query, and the sum so far
         self._encoded: tuple[tuple[int, ...], bytes] = (), b""
         self._missed: set[int] = set()  # left out of an earlier query of this step
-        self._charges = 0  # in the ledger of the list, when last seen
+        self._charges: dict[str, int] = {}  # of each run over the list, when last seen
         self._name = secrets.token_hex(8)  # two servers would each noise the same sums
         self._ask()
 
@@ -282,7 +282,11 @@ class SynchronousServer(AbstractServer):
         """Public facts about the run as a whole, for its report."""
         if (of := self.sampling) is None:
             return {}
-        epsilon = of.ledger.epsilon(of.target_delta, of.relation)
+        try:
+            self._count_charges()
+            epsilon = of.ledger.epsilon(of.target_delta, of.relation)
+        except JournalError:
+            epsilon = math.inf  # nothing bounds what was spent
         facts = {"epsilon": epsilon, "delta": of.target_delta, "relation": of.relation}
         return {**facts, "unit": "client", "client_rate": of.rate}
 
@@ -420,19 +424,26 @@ class SynchronousServer(AbstractServer):
         """Charge the step to the ledger of the list, if there is one, before anybody is asked."""
         if self.sampling is None:
             return True
-        ledger = self.sampling.ledger
-        if sum(n for _, n in ledger.history()) < self._charges:
-            raise JournalError(
-                f"{ledger.journal_path} lacks charges of this run: it was lost, or is an old copy. Put "
-                "the right one back.",
-                topic="journal-behind",
-            )
+        self._count_charges()
         try:
-            ledger.release(self._spending, self._place[0], 0, lambda rng: b"")
+            self.sampling.ledger.release(self._spending, self._place[0], 0, lambda rng: b"")
         except BudgetExhausted:
             self._reason = "the list of clients has no budget left"
-        self._charges = sum(n for _, n in ledger.history())
+        self._count_charges()
         return not self._reason
+
+    def _count_charges(self) -> None:
+        """Count the charges of each run in the ledger of the list, of which none may be gone."""
+        assert self.sampling is not None
+        ledger = self.sampling.ledger
+        found = {run: each.total for run, each in federations_in(ledger.charges()).items()}
+        if any(found.get(run, 0) < count for run, count in self._charges.items()):
+            raise JournalError(
+                f"{ledger.journal_path} lacks charges of this run, or another: it was lost, or is an "
+                "old copy. Put the right one back.",
+                topic="journal-behind",
+            )
+        self._charges = found
 
     def _request(self) -> Message:
         facts: dict[str, Any] = {"run": self.run, **dict(zip(_PLACE, self._place, strict=True))}
@@ -522,7 +533,7 @@ class SynchronousServer(AbstractServer):
             "reason": self._reason,
             "missed": sorted(self._missed),
             "name": self._name,
-            "charges": self._charges,
+            "charges": dict(self._charges),
             "estimator": self._driver.state,
             "local": self._local,
         }
@@ -536,7 +547,7 @@ class SynchronousServer(AbstractServer):
         self._driver = Driver(self.plan.estimator, state["estimator"], *following)
         self._reason, self._query, self._encoded = str(state["reason"]), None, ((), b"")
         self._ask()
-        self._missed, self._charges = set(state.get("missed", ())), int(state.get("charges", 0))
+        self._missed, self._charges = set(state.get("missed", ())), dict(state.get("charges") or {})
 
 
 def _check_plan(plan: NoisePlan, noise: str) -> None:

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_dp._snapshot import IS_THERE, Path, Snapshot, modules_of, restored
+from lightning_dp._snapshot import IS_THERE, VALUES, Path, Snapshot, modules_of, restored
 
 __all__ = ["Marks", "TwinState"]
 
@@ -331,7 +331,7 @@ class Marks:
             trained: also mark what is trained, of which addresses do not count.
         """
         held = chain.from_iterable(map(_HELD, modules_of(module)))
-        tensors = filter(IS_THERE, chain.from_iterable(map(dict[str, Any].values, held)))
+        tensors = filter(IS_THERE, chain.from_iterable(map(VALUES, held)))
         marked = tuple(tensors if trained else filterfalse(_IS_TRAINED, tensors))
         return cls(module, marked, tuple(map(_mark, marked)))
 

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_dp._checks import MisconfigurationError
 from lightning_dp._refusals import RefusedRun
-from lightning_dp._snapshot import IS_THERE, modules_of
+from lightning_dp._snapshot import IS_THERE, VALUES, modules_of
 from lightning_dp._world import held_here
 
 __all__ = [
@@ -175,7 +175,7 @@ class ParameterGuard:
             RuntimeError: naming the cure.
         """
         held = map(_PARAMETERS_OF, modules_of(self._module))
-        params = chain.from_iterable(map(dict[str, Any].values, held))
+        params = chain.from_iterable(map(VALUES, held))
         here = set(map(id, filter(_IS_TRAINED, filter(IS_THERE, params))))
         known = set(map(id, filter(_IS_TRAINED, self._all)))
         if here == known:

@@ -49,6 +49,7 @@ def test_journals_too_long_or_damaged_are_counted_and_weights_are_read(tmp_path,
     found = neighbours(tmp_path, OWN)
     assert found.written[0].weights == {"aa", "bb"} and found.damaged == [tmp_path / "3.journal"]
     monkeypatch.setattr("lightning_dp.accounting.ledger._READ", 0)
+    write(tmp_path / f"{OWN}.journal", OWN, {"r": [A]})
     assert neighbours(tmp_path, OWN).unread == found.count == 2
 
 

@@ -150,7 +150,9 @@ def test_a_round_that_had_not_left_is_made_again_on_the_same_batch(tmp_path):
 # -- order, parts, what is kept ----------------------------------------------------------------
 
 
-def test_it_is_charged_on_disk_and_locked_when_data_is_touched(tmp_path):
+def test_it_is_charged_on_disk_and_locked_when_data_is_touched(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_dp.federated.ledger._WAIT", 0.1)
+
     def look(rng):
         assert history(tmp_path) == [(EVENTS[3], 1)]
         with pytest.raises(JournalError, match="in use"):

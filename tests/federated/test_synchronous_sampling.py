@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -195,12 +196,37 @@ def test_a_ledger_of_the_list_that_was_lost_or_is_old_is_noticed(tmp_path):
             shutil.rmtree(folder, ignore_errors=True)
             if copied:
                 shutil.copytree(tmp_path / copied, folder)
+            assert each.facts["epsilon"] == math.inf
             with pytest.raises(JournalError, match="lacks charges of this run"):
                 each.request(0)
     shutil.rmtree(folder)
     shutil.copytree(tmp_path / "new", folder)  # the cure
     step(machine, tmp_path)
     assert central(tmp_path) == [(EVENT, 3)]
+
+
+def test_charges_of_another_run_do_not_stand_for_lost_ones(tmp_path):
+    machine, folder = server(tmp_path), tmp_path / "central"
+    step(machine, tmp_path)
+    shutil.copytree(folder, tmp_path / "old")
+    step(machine, tmp_path)
+    shutil.rmtree(folder)
+    shutil.copytree(tmp_path / "old", folder)
+    other = SynchronousServer("other", plan_of(), START, 4, 6, 6, 0.2, sampling=sampling(tmp_path))
+    assert other.request(0) and central(tmp_path) == [(EVENT, 2)]
+    with pytest.raises(JournalError, match="lacks charges of this run"):
+        machine.request(0)
+
+
+def test_two_runs_over_one_list_at_once_wait_for_each_other(tmp_path):
+    def charge(run: str) -> None:
+        of = sampling(tmp_path)
+        for t in range(20):
+            of.ledger.release(of.spending(run, plan_of(), 20), t, 0, lambda rng: b"")
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(charge, ("one", "other")))
+    assert central(tmp_path) == [(EVENT, 40)]
 
 
 def test_clients_that_are_not_the_unit_and_updates_longer_than_it_are_refused(tmp_path):

@@ -162,6 +162,20 @@ def test_a_compiled_model_trains_as_the_plain_one(how, whole, fit_compiled, capl
     assert len(lines) == 1 and lines[0].startswith("privacy: ")
 
 
+def test_a_scripted_part_that_is_frozen_trains_as_the_plain_one(classifier, blobs, fit):
+    """Torch keeps what is in a scripted module in no ``dict``."""
+    weights = []
+    for script in (as_it_is, torch.jit.script):
+        torch.manual_seed(0)
+        part, head = (
+            nn.Sequential(nn.Linear(6, 8), nn.Tanh()).requires_grad_(False),
+            nn.Linear(8, 3),
+        )
+        fit(classifier(nn.Sequential(script(part), head)), private(seed=3), max_epochs=1)
+        weights.append(nn.utils.parameters_to_vector(head.parameters()).detach())
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
 def test_a_coupled_compiled_module_is_found_by_the_probe(blobs, classifier, fit):
     class Coupled(classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
