@@ -82,6 +82,6 @@ def test_no_false_alarm_behind_padding(kind):
         for n in range(3, 100)
     ]
     assert kinds.count("coupled") == 0
-    assert check_isolation(MeanOfAll(), sequences(16), collate_fn=padded, engine="layers").kind == (
+    assert check_isolation(MeanOfAll(), sequences(24), collate_fn=padded, engine="layers").kind == (
         "coupled"
     )

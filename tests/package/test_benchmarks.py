@@ -9,7 +9,7 @@ import sys
 import pytest
 
 COMMANDS = {
-    "step.py": ["--quick", "--models", "logistic regression"],
+    "step.py": ["--rounds", "1", "--steps", "20", "--models", "logistic regression"],
     "diff2.py": ["--quick", "--models", "logistic regression"],
     "memory.py": ["--models", "logistic regression"],
     "overhead.py": [],

@@ -152,7 +152,7 @@ KILLED = """
     sys.path.insert(0, {here!r})
     from test_joint import BUDGET, Model, QUIET, Search
     from lightning.pytorch import Callback, Trainer
-    from lightning_dp import DifferentialPrivacy
+    from lightning_dp import Checks, DifferentialPrivacy
 
     class Kill(Callback):
         def on_train_batch_end(self, trainer, *_):
