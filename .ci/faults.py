@@ -243,7 +243,11 @@ FAULTS = (
     ),
     Fault("draws_are_saved", '"missed": sorted(self._missed),', '"drawn": sorted(self._drawn),'),
     Fault("clients_charged_at_half_the_rate", "plan.noise_multiplier(t), self.rate", "/ 2"),
-    Fault("a_lost_ledger_of_clients_passes", "ledger.history()) < self._charges", "and False"),
+    Fault(
+        "a_lost_ledger_of_clients_passes",
+        "count for run, count in self._charges.items()",
+        "if False",
+    ),
     Fault("a_step_has_two_releases", "self._place[0], 1, make", ", keep=False"),
     Fault("a_missed_query_is_asked", "client not in self._answered | self._missed", "- {client}"),
     Fault(

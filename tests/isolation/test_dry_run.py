@@ -245,7 +245,7 @@ def test_made_up_samples_that_were_not_compared_are_told_with_the_reason(fit):
 
     def otherwise(output, y):  # each time it runs, and nothing puts a closure back
         turns.append(1)
-        return F.cross_entropy(output * len(turns), y)
+        return F.cross_entropy(output * (1 + 4 * (0.618 * len(turns) % 1)), y)
 
     privacy = fit(Model(network(), otherwise), engine="layers")
 
