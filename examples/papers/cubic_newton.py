@@ -111,7 +111,7 @@ class Found:
         return min(self.frontiers[key], key=lambda point: point.mean)
 
     def target(self, epsilon: float, of: str = "Fed-SGD") -> float:
-        """As good as Fed-SGD at any number of rounds, up to 5 %."""
+        """Return the loss that is as good as Fed-SGD's at any number of rounds, up to 5 %."""
         return SLACK * self.best((of, 1.0, epsilon)).mean
 
     def first(self, key: tuple[str, float, float], target: float) -> Point | None:

@@ -131,7 +131,12 @@ def rounds_for(sizes: SampleSizes, gradients: float) -> int:
 
 @dataclass(frozen=True)
 class InverseSteps:
-    """η_t = η0 / (1 + β t) with η0 > 0 and β >= 0, for strongly convex problems; 0 is constant."""
+    """η_t = η0 / (1 + β t) with η0 > 0 and β >= 0, for strongly convex problems; 0 is constant.
+
+    Example:
+        >>> InverseSteps(0.1, beta=0.001)(1000)
+        0.05
+    """
 
     eta0: float
     beta: float = 0.0

@@ -78,6 +78,15 @@ class CubicNewtonPlan(RoundPlan):
 
     Raises:
         ValueError: naming the argument that is out of its range.
+
+    Example:
+        >>> import torch
+        >>> from lightning_dp.federated import AsyncServer
+        >>> newton = CubicNewton(1.0, 0.0, inner_steps=4, keep=2, max_step_size=0.5)
+        >>> plan = CubicNewtonPlan(newton, clients=3, rounds=10)
+        >>> server = AsyncServer("trial", plan, torch.zeros(8), num_clients=3)
+        >>> server.round, plan.update_size(8), plan.events(noise_multiplier=20.0)
+        (0, 2, [Gaussian(noise_multiplier=20.0)])
     """
 
     newton: CubicNewton

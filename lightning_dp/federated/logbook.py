@@ -150,7 +150,7 @@ class Logbook:
             "rounds": machine.round,
             "ended": reason,
             "seeded": getattr(machine, "seed", None) is not None,
-            **_json(getattr(machine, "facts", {})),
+            **_json(machine.facts),
             "metrics": _json(self._metrics),
             **self._counts,
             "clients": clients,
@@ -257,11 +257,7 @@ def _epsilon_of_plan(machine: AbstractServer, facts: Mapping[str, Any]) -> dict[
         history = machine.spent(facts["num_records"]) if facts["unit"] == "record" else None
         at = (facts["delta"], facts["relation"])
         return {} if history is None else {"epsilon_of_plan": PLDAccountant().epsilon(history, *at)}
-    except (
-        KeyError,
-        ValueError,
-        ArithmeticError,
-    ):  # a client may leave facts out, or tell of N = 0
+    except (KeyError, ValueError, ArithmeticError):  # facts may be left out, or tell of N = 0
         return {}
 
 

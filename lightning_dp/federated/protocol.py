@@ -119,6 +119,14 @@ class Attendance:
     Args:
         quorum: the limits.
         began: when the present stage of the server began.
+
+    Example:
+        >>> attendance = Attendance(Quorum(wait=60.0, tries=1), began=0.0)
+        >>> attendance.fail(1)
+        >>> [attendance.is_over({1}, now=5.0), attendance.is_over({1, 2}, now=5.0)]
+        [True, False]
+        >>> attendance.is_over({1, 2}, now=60.0)
+        True
     """
 
     quorum: Quorum
@@ -294,6 +302,11 @@ class AbstractServer(ABC):
         Raises:
             MessageError: for any other bytes; nothing has changed then.
         """
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Public facts about the run as a whole, for its report."""
+        return {}
 
     def cost(self, i: int, num_records: int) -> list[AbstractEvent] | None:
         """Return what round i costs a record of a client with so many, by the plan; None: unknown."""

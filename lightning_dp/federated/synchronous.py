@@ -97,6 +97,16 @@ class BVRLSGD:
 
     Raises:
         ValueError: naming the argument that is out of its range.
+
+    Example:
+        >>> routine = BVRLSGD(0.5, local_steps=2, diff_norm=1.0, noise_multiplier=3.0, sample_rate=0.1)
+        >>> state = routine.start(torch.tensor([1.0, 1.0]), torch.tensor([2.0, 0.0]))
+        >>> query = routine.ask(state)
+        >>> query.clip_norm, [term.weight for term in query.terms]
+        (1.0, [1.0, -1.0])
+        >>> state = routine.tell(state, Release(torch.tensor([0.0, 1.0]), noise_std=0.1))
+        >>> routine.ask(state) is None, state["x"]
+        (True, tensor([-1.0000,  0.5000]))
     """
 
     learning_rate: float
@@ -174,6 +184,14 @@ class ClientSampling:
 
     Raises:
         ValueError: naming the argument that is out of its range.
+
+    Example:
+        >>> from lightning_dp import Constant, MeanGradient
+        >>> from lightning_dp.accounting import epsilon
+        >>> sampling = ClientSampling(0.1, ReleaseLedger("ledgers", "clients"), 8.0, 1e-5)
+        >>> plan = NoisePlan(1.0, Constant(), FullBatch(), 1.0, MeanGradient(max_grad_norm=1.0))
+        >>> round(epsilon(sampling.spending("trial", plan, rounds=100).events(0) * 100, 1e-5), 2)
+        7.05
     """
 
     rate: float
@@ -279,7 +297,6 @@ class SynchronousServer(AbstractServer):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Public facts about the run as a whole, for its report."""
         if (of := self.sampling) is None:
             return {}
         try:
@@ -379,7 +396,6 @@ class SynchronousServer(AbstractServer):
 
     def _release(self, query: Query) -> Release:
         """Return the noised sum over all clients that have answered, and count."""
-
         if self.noise == "server":
             source = noise_source(self.seed, self._place[0])
             received = BoundedSum.received(self._total, query)

@@ -254,7 +254,7 @@ def test_clients_that_are_not_the_unit_and_updates_longer_than_it_are_refused(tm
 
 
 def outward(found: Any, is_quiet: bool) -> Any:
-    """What others see: all of it of clients who send zeros; else all but the numbers of models."""
+    """Return the part that others see: all, of clients who send zeros; else all but models' numbers."""
     if isinstance(found, bytes | Tensor):
         return found if is_quiet and isinstance(found, bytes) else len(found)
     if isinstance(found, dict):
@@ -309,7 +309,7 @@ def transcript(folder: Path, is_quiet: bool) -> tuple[list[Any], list[set[int]]]
 
 @pytest.mark.parametrize("is_quiet", [True, False])
 def test_all_that_leaves_a_server_is_the_same_whoever_is_drawn(tmp_path, is_quiet):
-    """Where clients send zeros, to the last bit; else up to the numbers of the released models."""
+    """Compare runs: to the last bit where clients send zeros, else up to the numbers of models."""
     runs = [transcript(tmp_path / f"{n}", is_quiet) for n in range(4)]
     assert len({repr(draws) for _, draws in runs}) == 4
     first = runs[0][0]

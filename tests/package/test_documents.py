@@ -35,7 +35,7 @@ def exists(path: str) -> bool:
 
 
 def is_there(dotted: str) -> bool:
-    """Whether a dotted name is a module, or an attribute of one."""
+    """Return True if a dotted name is a module, or an attribute of one."""
     name, attributes = dotted, list[str]()
     while True:
         try:

@@ -67,7 +67,7 @@ def test_quickstart_stops_at_its_budget_and_stays_accurate(root, tmp_path):
 
 @pytest.fixture
 def global_settings() -> Iterator[None]:
-    """What an example sets for its whole process is put back."""
+    """Put back the settings of the whole process that an example makes."""
     logger, fused = (
         logging.getLogger("lightning.pytorch"),
         torch.backends.mha.get_fastpath_enabled(),

@@ -149,7 +149,7 @@ def test_ranks_have_the_order_of_a_distributed_loader_and_all_records():
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_loader_of_all_records_on_each_rank_makes_no_batches_without_records(accumulate):
-    """As Lightning leaves that of a stream, which has no sampler to divide."""
+    """Plan for the loader of a stream, which Lightning leaves whole: it has no sampler to divide."""
     plan = FixedOrder().plan(
         num_records=24, batch_size=2, accumulate=accumulate, world_size=2, loader_length=12
     )

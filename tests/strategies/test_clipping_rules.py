@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_dp import (
     AdaptiveQuantile,
     Automatic,
+    Checks,
     DifferentialPrivacy,
     FullBatch,
     PerGroup,
@@ -210,6 +211,19 @@ def test_a_clip_norm_that_moves_is_charged_once_logged_reported_and_resumed(make
         make_trainer(max_steps=13, callbacks=[private(clipping=Automatic())]).fit(
             Classifier(network()), trainer.train_dataloader, ckpt_path=path, weights_only=False
         )
+
+
+@pytest.mark.parametrize("rule", ["groups", "adaptive"])
+def test_a_rule_learns_with_all_checks(rule, make_trainer):
+    x, y = records(240)
+    rate = {"groups": 2.0, "adaptive": 0.5}[rule]
+    model = Classifier(network(), lambda params: torch.optim.SGD(params, lr=rate))
+    privacy = private(noise_multiplier=0.3, clipping=RULES[rule], checks=Checks())
+    make_trainer(max_epochs=6, callbacks=[privacy]).fit(
+        model, DataLoader(TensorDataset(x, y), batch_size=24)
+    )
+    assert float((model(x).argmax(1) == y).double().mean()) > 0.6
+    assert privacy.report().mechanism["clipping"] == repr(RULES[rule])
 
 
 def test_a_parameter_without_a_group_is_named_before_anything_is_charged(make_trainer, tmp_path):

@@ -154,6 +154,16 @@ def test_the_sum_is_that_of_a_loop_over_records(kind, released_sum):
     assert expected.norm() > C
 
 
+@pytest.mark.parametrize("kind", [TimeFirst, Coupled])
+def test_one_more_record_moves_the_sum_by_at_most_c(kind, released_sum):
+    data, large = records(), torch.full((1, 6), 1e3)
+    more = TensorDataset(
+        *map(torch.cat, zip(data.tensors, (large, torch.tensor([0])), strict=True))
+    )
+    difference = released_sum(kind(), more) - released_sum(kind(), data)
+    assert float(difference.norm()) <= C + 1e-5
+
+
 UNCHECKED = {"checks": Checks(dry_run=False, comparisons=False)}
 
 
@@ -167,6 +177,13 @@ def test_every_estimator_makes_the_steps_of_the_other_engines(name, fit, weights
         fit(model, engine=engine, seed=1, **asked, **UNCHECKED, trainer={"max_steps": steps})
         found.append(weights(model))
     torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+
+
+def test_without_noise_and_clipping_it_is_plain_training(make_trainer, fit, weights):
+    plain, private = Base(), Base()
+    make_trainer(max_steps=3).fit(plain, DataLoader(records(), batch_size=N))
+    fit(private, max_grad_norm=float("inf"), batch_size=N, trainer={"max_steps": 3})
+    torch.testing.assert_close(weights(private), weights(plain), rtol=0, atol=1e-6)
 
 
 class Remembers(Base):
@@ -303,6 +320,13 @@ def test_a_record_without_a_loss_contributes_zero(released_sum):
 
     expected = clipped_by_a_loop(Skips(), records())
     torch.testing.assert_close(released_sum(Skips()), expected, rtol=0, atol=1e-5)
+
+
+def test_a_record_that_is_not_finite_contributes_zero(released_sum):
+    data = records()
+    data.tensors[0][3] = float("nan")
+    expected = clipped_by_a_loop(Base(), data)
+    torch.testing.assert_close(released_sum(Base(), data), expected, rtol=0, atol=1e-5)
 
 
 def test_poisson_batches_with_empty_chunks(fit):

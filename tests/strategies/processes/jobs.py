@@ -1,4 +1,4 @@
-"""What several processes do, one scenario after another; each rank saves what it saw.
+"""Scenarios of several processes, one after another; each rank saves what it saw.
 
 Usage, in the root of the project: python -m tests.strategies.processes.jobs FOLDER PROCESSES SCENARIO
 [SCENARIO ...]. Lightning starts the other processes itself.
@@ -511,7 +511,7 @@ class Mixes(Model):
 
 
 def voided(folder: Path, kind: type[Model] = Skips) -> dict[str, Any]:
-    """What one rank's records show ends both; each says what it knows."""
+    """End both ranks by what the records of one show; each says what it knows."""
     privacy = DifferentialPrivacy(
         target_delta=1e-5, noise_multiplier=1.0, checks=Checks(dry_run=False), sampling=WholeSet()
     )

@@ -11,11 +11,12 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.events import PoissonGaussian
 from lightning_dp.accounting.journal import JournalDiskError, JournalError, read_journal
-from tests.zoo import private
+from tests.zoo import flat, private
 
 # -- a checkpoint rolls back the model, never the ledger -----------------------------------------
 
@@ -186,9 +187,19 @@ def test_a_relative_folder_stays_where_it_was_when_the_fit_began(
 
 @pytest.mark.parametrize("below", [".", "a"])
 def test_a_file_in_the_place_of_the_folder_is_refused_before_any_batch(fit_in, tmp_path, below):
+    started, weights = [], []
+
+    class Watch(L.Callback):
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            weights.extend([flat(module), module])
+
+        def on_train_batch_start(self, *arguments: Any) -> None:
+            started.append(arguments[-1])
+
     (tmp_path / "ledgers").write_text("")
     with pytest.raises(JournalDiskError, match=r"ledgers.*ledger_dir"):
-        fit_in(tmp_path / "ledgers" / below)
+        fit_in(tmp_path / "ledgers" / below, callbacks=[Watch()])
+    assert not started and torch.equal(weights[0], flat(weights[1]))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")

@@ -28,6 +28,7 @@ from lightning_dp.sampling import BatchPlan
 from lightning_dp.schedules import (
     AbstractAdaptiveSchedule,
     AbstractSchedule,
+    Constant,
     Cosine,
     DynamicGD,
     DynamicMomentum,
@@ -262,3 +263,14 @@ def test_a_folder_that_is_none_is_refused(tmp_path, folder):
     lose(run)
     with pytest.raises((ValueError, JournalError), match="directory="):
         recover_journal(tmp_path / "a.ckpt", folder, 1)
+
+
+def test_bounds_of_a_long_plan_are_one_event(tmp_path):
+    steps = Steps(tmp_path / "old", noise_schedule=Exponential(0.0005))
+    run = steps.begin(planned=5000)
+    assert len(run.state_dict()["costliest"]["events"]) == 1
+    run.stop()
+    steps = Steps(tmp_path / "old", noise_schedule=Constant())
+    run = steps.begin(planned=10**9)
+    assert len(run.state_dict()["costliest"]["events"]) == 1
+    run.stop()
