@@ -27,9 +27,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
-import lightning as L
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -37,11 +35,9 @@ from flwr.clientapp.mod import LocalDpMod
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 from flwr.supercore import privacy_accounting as flower
 from flwr.supercore.privacy_accounting.rdp_accountant import RdpAccountant
-from sklearn.datasets import load_digits
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "federated"))
+from federated import Logistic, accuracy, digits
 from local_updates import LocalUpdates
 from loopback import LoopbackGrid
 
@@ -56,34 +52,7 @@ CLIENTS, DELTA, CLIP_NORM = 50, 1e-3, 0.5
 RATES = (0.1, 0.3, 1.0, 3.0)
 
 
-class Logistic(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, 10)
-        nn.init.zeros_(self.layer.weight)
-        nn.init.zeros_(self.layer.bias)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
-
-
-def digits() -> tuple[list[TensorDataset], TensorDataset]:
-    """The records of each client, and the test data."""
-    x, y = load_digits(return_X_y=True)
-    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
-    x, y = torch.tensor(x / 16, dtype=torch.float32)[order], torch.tensor(y)[order]
-    size = 28
-    parts = [slice(c * size, (c + 1) * size) for c in range(CLIENTS)]
-    rest = slice(CLIENTS * size, None)
-    return [TensorDataset(x[p], y[p]) for p in parts], TensorDataset(x[rest], y[rest])
-
-
-TRAIN, TEST = digits()
-
-
-def accuracy(module: Logistic) -> float:
-    x, y = TEST.tensors
-    return float((module.layer(x).argmax(1) == y).float().mean())
+TRAIN, TEST = digits(CLIENTS)
 
 
 def partition(context: Context) -> int:
@@ -125,7 +94,9 @@ def with_flower(
     result = strategy.start(grid, ArrayRecord(Logistic().state_dict()), rounds)
     module = Logistic()
     module.load_state_dict(result.arrays.to_torch_state_dict())
-    return accuracy(module), accountant.get_epsilon(DELTA) if kind == "central" else float("nan")
+    return accuracy(module, TEST), accountant.get_epsilon(DELTA) if kind == "central" else float(
+        "nan"
+    )
 
 
 # -- here --------------------------------------------------------------------------------------
@@ -161,7 +132,7 @@ def with_lightning_dp(kind: str, epochs: int, rounds: int, z: float, rate: float
             ),
             num_clients=CLIENTS,
             folder=Path(folder, "results"),
-            evaluate=lambda context, module: scores.append(accuracy(module)) or {},
+            evaluate=lambda context, module: scores.append(accuracy(module, TEST)) or {},
             poll_interval=0.001,
         )
         LoopbackGrid(client, CLIENTS).start(server)
