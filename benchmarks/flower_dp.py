@@ -1,6 +1,7 @@
 """Flower's own differential privacy and this package's at the same ε, on one small task.
 
     python benchmarks/flower_dp.py [--epsilon 8] [--rounds 10] [--seeds 3]
+    python benchmarks/flower_dp.py --pfl    # pfl-research alone: pip install pfl
 
 Logistic regression on scikit-learn's digits, 50 clients with 28 records each; ε hides a whole client
 (add or remove one), at δ = 1e-3. Both run in one process over the messages of Flower. Noise is
@@ -11,6 +12,8 @@ calibrated by this package's accountant for all; Flower's (RDP) computes ε of t
   gradient (LocalRecords) or local epochs (LocalUpdates).
 - local: each client noises what it sends. Flower's LocalDpMod takes the noise of one message from
   the classical formula and composes nothing: it gets ε / T and δ / T for each of T rounds.
+- pfl-research: FederatedAveraging with its GaussianMechanism, central or local, without messages:
+  its SimulatedBackend trains the clients in one process, from one model in memory.
 
 Each row takes the best of four learning rates: an exploration that its ε does not cover.
 """
@@ -27,6 +30,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
@@ -35,6 +39,7 @@ from flwr.clientapp.mod import LocalDpMod
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 from flwr.supercore import privacy_accounting as flower
 from flwr.supercore.privacy_accounting.rdp_accountant import RdpAccountant
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "federated"))
 from federated import Logistic, accuracy, digits
@@ -99,6 +104,46 @@ def with_flower(
     )
 
 
+# -- pfl-research ------------------------------------------------------------------------------
+
+
+def with_pfl(kind: str, epochs: int, rounds: int, z: float, rate: float) -> tuple[float, float]:
+    """Return the accuracy; pfl calibrates noise, and computes no ε of given noise."""
+    import pfl.model.pytorch as pytorch
+    from pfl.aggregate.simulate import SimulatedBackend
+    from pfl.algorithm.base import NNAlgorithmParams
+    from pfl.algorithm.federated_averaging import FederatedAveraging
+    from pfl.data.federated_dataset import FederatedDataset
+    from pfl.data.pytorch import PyTorchTensorDataset
+    from pfl.data.sampling import get_user_sampler
+    from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
+    from pfl.privacy.gaussian_mechanism import GaussianMechanism
+    from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism
+
+    class Theirs(Logistic):
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.training_step((x, y), 0)
+
+        def metrics(self, x: Tensor, y: Tensor) -> dict[str, Any]:
+            return {}
+
+    module = Theirs()
+    optimizer = torch.optim.SGD(module.parameters(), 1.0)  # adds the mean of the updates
+    model = pytorch.PyTorchModel(module, torch.optim.SGD, optimizer)
+    sampler = get_user_sampler("minimize_reuse", list(range(CLIENTS)))  # each once in a round
+    data = FederatedDataset(lambda c: PyTorchTensorDataset(TRAIN[c].tensors), sampler)
+    noise = GaussianMechanism(CLIP_NORM, z)
+    mechanism = CentrallyAppliedPrivacyMechanism(noise) if kind == "central" else noise
+    FederatedAveraging().run(
+        algorithm_params=NNAlgorithmParams(rounds, rounds, CLIENTS, None),
+        backend=SimulatedBackend(data, data, postprocessors=[mechanism]),
+        model=model,
+        model_train_params=NNTrainHyperParams(None, epochs, rate),
+        model_eval_params=NNEvalHyperParams(None),
+    )
+    return accuracy(module, TEST), float("nan")
+
+
 # -- here --------------------------------------------------------------------------------------
 
 
@@ -155,6 +200,7 @@ def main() -> None:
     parser.add_argument("--epsilon", type=float, default=8.0)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--pfl", action="store_true", help="the rows of pfl-research only")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -168,6 +214,11 @@ def main() -> None:
         "| | accuracy | rate | ε | ε by Flower | s a run |\n| --- | --- | --- | --- | --- | --- |"
     )
     for kind in ("central", "local"):
+        for epochs in (1, 5) if options.pfl else ():
+            here = partial(with_pfl, kind, epochs, rounds, z)
+            row(f"{kind}: pfl-research, local epochs {epochs}", here, seeds, epsilon)
+        if options.pfl:
+            continue
         for epochs in (1, 5):
             name = f"{kind}: Flower, local epochs {epochs}"
             settings = (kind, epochs, rounds, options.epsilon, z)
