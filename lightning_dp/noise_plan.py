@@ -492,9 +492,9 @@ def suggest_batches(
     """Compare samplings and noise for a training, at equal ε, from public numbers.
 
     Each is calibrated with the events that a fit charges, and its noise in the iterates is computed
-    (:meth:`~lightning_dp.noise.AbstractNoise.error`). Chosen is the least under this relation, but Poisson
-    batches with independent noise unless that is 5 % less: banded noise pays where steps are small and
-    budgets large (z below about 1.2). A fixed order, for records that cannot be sampled, is compared
+    (:meth:`~lightning_dp.noise.AbstractNoise.error`). The least under this relation is chosen, but
+    Poisson batches with independent noise unless it is 5 % less: banded noise pays where steps are small
+    and budgets large (z below about 1.2). A fixed order, for records that cannot be sampled, is compared
     under "zero_out" in the place of "add_remove". What a fit refuses is not in the table.
 
     Args:
