@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +53,7 @@ __all__ = [
 
 _ENDLESS = 10**9  # steps searched for a budget's end when the Trainer has none
 _HORIZON = 100_000  # steps looked at beyond the next one, of a plan without an end
-_BANDS = (1, 2, 4, 8, 16, 32)
+_BANDS = (2, 4, 8, 16, 32)
 _LAMBDAS = (0.5, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99)
 _ROOM = 5  # standard deviations of a batch's size, above its mean
 _WORTH_IT = 0.95  # of the error of independent noise; less is not worth the memory
@@ -453,15 +453,14 @@ def costliest_events(plan: NoisePlan, step: int, end: float) -> dict[str, Any] |
     return {"events": [[0, plan.sampling.event(least, rate).to_dict()]], "until": until}
 
 
-@dataclass(frozen=True)
-class BatchChoice:
+class BatchChoice(NamedTuple):
     """Batches and noise to give to ``DifferentialPrivacy``, and the noise that the budget then takes.
 
     Args:
         sampling, noise, relation: its arguments.
         noise_multiplier: z, calibrated with the events that a fit charges.
-        error: root mean square of the noise in all iterates of SGD, in units of clip norm and learning
-            rate; of a suggestion, over that of Poisson batches with independent noise.
+        error: root mean square of the noise in all iterates of SGD, over that of Poisson batches with
+            independent noise.
     """
 
     sampling: AbstractSampling
@@ -471,8 +470,7 @@ class BatchChoice:
     error: float
 
 
-@dataclass(frozen=True)
-class BatchSuggestion:
+class BatchSuggestion(NamedTuple):
     """A choice of batches and noise, and all that were compared; see :func:`suggest_batches`."""
 
     best: BatchChoice
@@ -517,37 +515,34 @@ def suggest_batches(
     steps = max(1, round(positive("epochs", epochs) * per_epoch))
     workload, independent = Workload(momentum), IndependentNoise()
     in_order: Relation = "zero_out" if relation == "add_remove" else relation
-
-    def choice(
-        sampling: AbstractSampling, noise: AbstractNoise, relation: Relation
-    ) -> BatchChoice | None:
-        try:
-            config = PrivacyConfig(
-                target_epsilon=target_epsilon, target_delta=target_delta, relation=relation,
-                sampling=sampling, noise=noise,
-            )  # fmt: skip
-            batches = sampling.plan(
-                num_records=num_records, batch_size=batch_size, accumulate=1, world_size=1,
-                loader_length=per_epoch,
-            )  # fmt: skip
-        except RefusedSetting:
-            return None
-        z = Budget(config, batches, spent=()).scale(steps, 0, 0.0)
-        error = noise.for_steps(steps).error(steps, workload) * z / batches.expected_batch_size
-        return BatchChoice(sampling, noise, relation, z, error)
-
     limit = math.ceil(batch_size + _ROOM * math.sqrt(batch_size))
     asked: list[tuple[AbstractSampling, AbstractNoise, Relation]] = [
         (Poisson(), independent, relation),
         (TruncatedPoisson(limit), independent, relation),
         (RandomAllocation(), independent, relation),
-        *((CyclicPoisson(b), BandedNoise(b, workload), relation) for b in _BANDS[1:] if b <= steps),
+        *((CyclicPoisson(b), BandedNoise(b, workload), relation) for b in _BANDS if b <= steps),
         (FixedOrder(), independent, in_order),
         *((FixedOrder(), LambdaCGD(lam), in_order) for lam in _LAMBDAS),
     ]
-    found = [each for each in (choice(*each) for each in asked) if each is not None]
-    table = tuple(replace(each, error=each.error / found[0].error) for each in found)
+    table, of_poisson = list[BatchChoice](), 1.0
+    for sampling, noise, each in asked:
+        budget = {"target_epsilon": target_epsilon, "target_delta": target_delta, "relation": each}
+        try:
+            config = PrivacyConfig(**budget, sampling=sampling, noise=noise)  # type: ignore[arg-type]
+            batches = sampling.plan(
+                num_records=num_records,
+                batch_size=batch_size,
+                accumulate=1,
+                world_size=1,
+                loader_length=per_epoch,
+            )
+        except RefusedSetting:
+            continue
+        z = Budget(config, batches, spent=()).scale(steps, 0, 0.0)
+        error = z * noise.for_steps(steps).error(steps, workload) / batches.expected_batch_size
+        of_poisson = of_poisson if table else error
+        table.append(BatchChoice(sampling, noise, each, z, error / of_poisson))
     ours = [each for each in table if each.relation == relation]
     least = min(each.error for each in ours)
     best = next(each for each in ours if each.error <= _ALIKE * least)
-    return BatchSuggestion(best if best.error < _WORTH_IT else table[0], table)
+    return BatchSuggestion(best if best.error < _WORTH_IT else table[0], tuple(table))

@@ -113,7 +113,7 @@ def _batches(plan: TrainingPlan) -> str:
         f"batches of {plan.records_per_step:,.0f} in {plan.steps:,} steps: z, and the noise in the "
         "iterates of SGD, Poisson batches = 1"
     ]
-    shown = set()
+    shown = set[tuple[type, type]]()
     for each in (found.best, *sorted(found.table, key=lambda each: each.error)):
         if (kind := (type(each.sampling), type(each.noise))) not in shown:
             chosen = " " if shown else "*"
