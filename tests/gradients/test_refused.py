@@ -90,7 +90,8 @@ def test_what_opacus_refuses_is_refused_and_the_model_left_as_it_was(
 def test_hooks_refuse_packed_sequences_where_there_is_a_gradient(oracle):
     module = DPLSTM(6, 3, batch_first=True)
     packed = pack_padded_sequence(torch.randn(2, 3, 6), [1, 3], True, enforce_sorted=False)
-    with OpacusHooks(module, oracle.trained(module)).watching():
+    engine = OpacusHooks(module, oracle.trained(module))
+    with engine.watching():
         with torch.no_grad():
             module(packed)
         with pytest.raises(UnsupportedModelError, match="packed"):
