@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from opacus.grad_sample.functorch import ft_compute_per_sample_gradient, prepare_layer
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention
 from opacus.validators.module_validator import ModuleValidator
@@ -25,6 +25,7 @@ from lightning_dp.gradients.graph import Survey
 from lightning_dp.gradients.layer_calls import AbstractLayerEngine
 from lightning_dp.gradients.parameter_sum import MaterialisedGradients
 from lightning_dp.gradients.rules import Rule
+from lightning_dp.gradients.sharded import run_again
 
 __all__ = ["OpacusHooks"]
 
@@ -41,28 +42,13 @@ class OpacusHooks(AbstractLayerEngine):
 
     def _rules(self, trained: Collection[int], units: bool) -> dict[nn.Module, Rule | None]:
         _refuse_layers(self._module)
-        return {layer: self._rule(layer) for layer in _layers(self._module)}
-
-    def _rule(self, layer: nn.Module) -> Rule:
-        """Return Opacus' rule of a layer's type; of others, the one that runs it again."""
-        sampler, own = GradSampleHooks.GRAD_SAMPLERS.get(type(layer)), dict[str, Any]()
-        if sampler is None:
-            sampler = ft_compute_per_sample_gradient
-            with as_unsupported(self._names[layer], layer):
-                prepare_layer(layer)
-            own = {_AGAIN: vars(layer).pop(_AGAIN)}
-
-        def rule(layer: nn.Module, *tensors: Tensor) -> Uses:
-            *inputs, gradient = (each.contiguous() for each in tensors)
-            vars(layer).update(own)
-            try:
-                found = sampler(layer, inputs, gradient)
-            finally:
-                for name in own:
-                    del vars(layer)[name]
-            return [(param, Rows.use(rows)) for param, rows in found.items()]
-
-        return rule
+        samplers = GradSampleHooks.GRAD_SAMPLERS
+        return {
+            layer: partial(_sampled, samplers[type(layer)])
+            if type(layer) in samplers
+            else run_again
+            for layer in _layers(self._module)
+        }
 
     def _watch(self, rule: Any, layer: nn.Module, *call: Any) -> None:
         # Opacus' recurrent layers tell so of packed sequences, whose records are in another order.
@@ -83,10 +69,12 @@ class OpacusHooks(AbstractLayerEngine):
 
         def done(call: Call, gradient: Tensor | None) -> None:
             inputs = call.take_inputs()
+            if gradient is None:
+                return
+            types.add(gradient.dtype)
             with as_unsupported(call.name, call.layer):
-                for param, use in () if gradient is None else call.uses(*inputs, gradient):
+                for param, use in call.uses(*inputs, gradient):
                     counts.add(len(use.u))
-                    types.add(gradient.dtype)
                     found[param] = found[param] + use.u if param in found else use.u
 
         with self._recording("nothing"):
@@ -106,7 +94,9 @@ class OpacusHooks(AbstractLayerEngine):
         self._found = gradients
 
 
-_AGAIN = "ft_compute_sample_grad"
+def _sampled(sampler: Callable[..., Any], layer: nn.Module, *tensors: Tensor) -> Uses:
+    *inputs, gradient = (each.contiguous() for each in tensors)  # as Opacus' rules want
+    return [(p, Rows.use(rows)) for p, rows in sampler(layer, inputs, gradient).items()]
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
