@@ -306,13 +306,7 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        grid: Grid,
-        num_clients: int,
-        run: str,
-        module: str,
-        ttl: float,
-        poll_interval: float,
+        self, grid: Grid, num_clients: int, run: str, module: str, ttl: float, poll_interval: float
     ) -> None:
         self._grid, self._num_clients = grid, num_clients
         self._facts = {"run": run, "module": module}

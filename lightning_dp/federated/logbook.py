@@ -71,9 +71,7 @@ class Logbook:
             server's own, name clients.
     """
 
-    def __init__(
-        self, folder: Path, run: str, is_new: bool = True, is_sampled: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, run: str, is_new: bool, is_sampled: bool = False) -> None:
         from torch.utils.tensorboard import SummaryWriter  # clients need none
 
         self._writer = SummaryWriter(str(folder))
