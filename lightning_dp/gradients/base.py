@@ -131,9 +131,6 @@ class AbstractGradientEngine(ABC):
     has_products: ClassVar[bool] = False
     """True if :meth:`along` answers."""
 
-    keeps_compiled = False
-    """True if it is right about models of which frozen modules run compiled: it counts all uses."""
-
     one_record: ClassVar[bool] = False
     """True if records run alone, one after the other."""
 
