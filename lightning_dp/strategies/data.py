@@ -56,6 +56,7 @@ def make_private_loader(
     """
     if isinstance(run.config.sampling, FixedOrder) and _is_stream(loader):
         loader = by_place(_checked_stream(loader, run.config, run.config.sampling))
+        run.not_covered = (*(each for each in run.not_covered if each != _STREAM), _STREAM)
     checked = check_loader(loader)
     units = run.config.rows_of_units(checked.dataset)
     num_records = len(checked.dataset if units is None else units)  # type: ignore[arg-type]
@@ -141,6 +142,9 @@ def private_loader_of(trainer: Trainer) -> PrivateDataLoader:
             topic="several-loaders",
         )
     return loader
+
+
+_STREAM = "a record that the stream gives twice in a pass: of other data it is seen"
 
 
 def _is_stream(loader: object) -> TypeGuard[DataLoader[Any]]:

@@ -527,6 +527,8 @@ def test_a_stream_trains_in_its_own_order(recording, fit, numbered, workers):
     fit(model, privacy, DataLoader(stream, batch_size=24, **workers), max_epochs=2)
     order = [list(range(start, min(start + 24, 100))) for start in range(0, 100, 24)]
     assert model.batches == order + order
+    assumed = " ".join(privacy.report().not_covered)
+    assert "gives twice in a pass" in assumed and "not the same in every pass" in assumed
     assert stream.passes == (0 if workers else 2)
     assert sum(event.num_steps for event, _ in privacy._run.ledger.history()) == 10
 
