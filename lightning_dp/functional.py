@@ -83,9 +83,6 @@ class _Setting(NamedTuple):
     name: str
     full: object
 
-    def read(self) -> object:
-        return getattr(self.holder, self.name)
-
     def write(self, value: object) -> None:
         setattr(self.holder, self.name, value)
 
@@ -149,7 +146,8 @@ def full_precision(device: torch.device) -> FullPrecision:
         device: where the products are. The settings are read now.
     """
     settings = _ON_CPU if device.type == "cpu" else _ON_DEVICES
-    lowered = [(each, value) for each in settings if (value := each.read()) in _ROUNDING]
+    now = [(each, getattr(each.holder, each.name)) for each in settings]
+    lowered = [(each, value) for each, value in now if value in _ROUNDING]
     return FullPrecision(tuple(lowered)) if lowered else _AS_IT_IS
 
 
@@ -307,28 +305,29 @@ def squares_of_products(products: Sequence[Sequence[Tensor]]) -> Tensor:
         >>> squares_of_products([(a, b), (a,)])
         tensor([125.], dtype=torch.float64)
     """
-    each: dict[object, Tensor] = {}  # by place
+    each: dict[object, Tensor] = {}  # by place, as rows
     numbers: dict[object, int] = {}
     chosen = []
     for product in products:
         found: tuple[int, ...] = ()
         for tensor in product:
             place = _place(tensor)
-            each[place] = tensor
-            found += (numbers.setdefault(place, len(numbers)),)
+            if place not in each:
+                each[place], numbers[place] = as_rows(tensor), len(numbers)
+            found += (numbers[place],)
         chosen.append(found)
-    norms = [block_norms(as_rows(tensor)) for tensor in each.values()]
+    norms = list(map(block_norms, each.values()))
     blocks = tuple([found.shape[1] for found in norms])
     squares = torch.cat(norms, dim=1).double().square_()
     if len(blocks) < squares.shape[1]:
         squares = squares @ _sums_of(blocks)  # where one is not finite, no sum is: looked at again
-    lengths = tuple([tensor.shape[1:].numel() for tensor in each.values()])
+    lengths = tuple([rows.shape[1] for rows in each.values()])
     least, floors, first, second, alone = _numbers_of(tuple(chosen), lengths)
     if ((squares > least) & (squares < _LARGEST_FACTOR**2)).all():  # next to which floors vanish
         both = squares.index_select(1, first) * squares.index_select(1, second)
         return both.sum(1) + squares.index_select(1, alone).sum(1)
-    for number, tensor in enumerate(each.values()):
-        squares[:, number] = squares_of_blocks(norms[number], as_rows(tensor))
+    for number, rows in enumerate(each.values()):
+        squares[:, number] = squares_of_blocks(norms[number], rows)
     factors = squares.sqrt().add_(floors)
     factors.masked_fill_(factors > _LARGEST_FACTOR, math.inf)
     both = factors.index_select(1, first) * factors.index_select(1, second)

@@ -53,9 +53,11 @@ class _Hooks(GradSampleHooks):  # type: ignore[misc]
         found = dict.fromkeys(self.iterate_submodules(self._module))
         layers = [each for each in found if type(each) not in (DPRNN, DPLSTM, DPGRU)]
         for layer in layers:
-            with as_unsupported(self.names[layer], layer):
+            try:
                 if type(layer) not in self.GRAD_SAMPLERS:
                     prepare_layer(layer)
+            except Exception as error:
+                raise as_unsupported(error, self.names[layer], layer) from None
         for layer in layers:
             self.hooks.add(layer, layer.register_forward_hook, self.capture_activations_hook)
             back = partial(self.capture_backprops_hook, **how)
@@ -91,8 +93,9 @@ class _Hooks(GradSampleHooks):  # type: ignore[misc]
         for owner in (owners := (layer, *layer.parameters())):
             vars(owner).update(self.kept[owner])
         try:
-            with as_unsupported(self.names[layer], layer):
-                yield
+            yield
+        except Exception as error:
+            raise as_unsupported(error, self.names[layer], layer) from None
         finally:
             self._take_off(*owners)
 
@@ -119,7 +122,7 @@ class OpacusHooks(AbstractGradientEngine):
         self._opacus, self._names = _Hooks(module), [names[param] for param in params]
 
     def watching(self) -> AbstractContextManager[None]:
-        return self._opacus.hooks.on()
+        return self._opacus.hooks
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
         opacus, params = self._opacus, self._params
