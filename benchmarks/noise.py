@@ -11,7 +11,13 @@ from __future__ import annotations
 import argparse
 import math
 
-from lightning_dp import BandedNoise, IndependentNoise, LambdaCGD, suggest_noise
+from lightning_dp import (
+    BandedNoise,
+    IndependentNoise,
+    LambdaCGD,
+    RandomAllocation,
+    suggest_batches,
+)
 from lightning_dp.accounting import calibrate
 from lightning_dp.accounting.gdp import mu_of_budget
 from lightning_dp.noise import AbstractNoise
@@ -35,15 +41,20 @@ def square_root(bands: int) -> BandedNoise:
 
 
 def cyclic(num_records: int, batch_size: int, epochs: int, epsilon: float) -> dict[str, float]:
-    """Errors by bands, of optimised coefficients and of the square root's."""
-    found = suggest_noise(
+    """Errors of what is suggested, by bands, and of the square root's coefficients; and of allocation."""
+    found = suggest_batches(
         num_records, batch_size, epochs, target_epsilon=epsilon, target_delta=DELTA
     )
     steps = epochs * math.ceil(num_records / batch_size)
-    rows = {f"{bands}": error for bands, error in found.errors.items()}
-    for bands, error in found.errors.items():
-        optimised = BandedNoise(bands).for_steps(steps).error(steps)
-        rows[f"{bands}, root"] = error * square_root(bands).error(steps) / optimised
+    rows = {"1": 1.0}
+    for each in found.table:
+        if isinstance(each.sampling, RandomAllocation):
+            rows["allocated"] = each.error
+        elif isinstance(each.noise, BandedNoise):
+            optimised = each.noise.for_steps(steps).error(steps)
+            bands = each.sampling.bands
+            rows[f"{bands}"] = each.error
+            rows[f"{bands}, root"] = each.error * square_root(bands).error(steps) / optimised
     return rows
 
 

@@ -64,7 +64,7 @@ __all__ = [
     "fix",
     "losses_of_records",
     "rows_of_records",
-    "suggest_noise",
+    "suggest_batches",
 ]
 
 _MODULES = [
@@ -83,13 +83,8 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from lightning_dp.estimators import AbstractEstimator, CubicNewton, Diff2, MeanGradient, Storm
     from lightning_dp.functional import losses_of_records
     from lightning_dp.gradients.batches import rows_of_records
-    from lightning_dp.noise import (
-        BandedNoise,
-        IndependentNoise,
-        LambdaCGD,
-        Workload,
-        suggest_noise,
-    )
+    from lightning_dp.noise import BandedNoise, IndependentNoise, LambdaCGD, Workload
+    from lightning_dp.noise_plan import suggest_batches
     from lightning_dp.optimizers import DPAdamW
     from lightning_dp.postprocessing import AbstractPostProcessor, LaplacianSmoothing, Momentum
     from lightning_dp.sampling import (
@@ -128,6 +123,7 @@ else:
         "clipping",
         "optimizers",
         "config",
+        "noise_plan",
         "callbacks",
         "functional",
         "gradients.batches",

@@ -40,6 +40,7 @@ from lightning_dp.postprocessing import AbstractPostProcessor
 from lightning_dp.sampling import (
     AbstractSampling,
     BatchPlan,
+    FixedOrder,
     Poisson,
     TruncatedPoisson,
     UserLevel,
@@ -349,10 +350,15 @@ class PrivacyConfig:
         if noise.bands == 1 and not isinstance(sampling, AbstractBlockSampling):
             return
         together = f"noise={noise} with sampling={sampling}"
-        if self.unit is not None or self.augmentations > 1:
+        # The rows of another user may stand elsewhere, and others would move to other steps.
+        if (
+            self.unit is not None
+            and isinstance(sampling, FixedOrder)
+            and self.relation == "replace_one"
+        ):
             raise RefusedSetting(
-                f"{together} takes each row as a record that is read once: leave out unit and "
-                "augmentations, or use sampling=Poisson().",
+                f"{together} and unit=UserLevel(...): the order of the users follows from their rows, so "
+                "relation='replace_one' has no bound. Ask for relation='zero_out'.",
                 topic="user-level",
             )
         if not isinstance(self.noise_schedule, Constant):

@@ -41,12 +41,8 @@ from lightning_dp._validate import (
     listed,
     normalise,
     optional,
-    positive,
-    probability,
     whole,
 )
-from lightning_dp.accounting.base import Relation
-from lightning_dp.accounting.calibration import alike, calibrate_steps
 
 __all__ = [
     "AbstractNoise",
@@ -54,12 +50,8 @@ __all__ = [
     "IndependentNoise",
     "LambdaCGD",
     "Workload",
-    "suggest_noise",
 ]
 
-_BANDS = (1, 2, 4, 8, 16, 32)
-_WORTH_IT = 0.95  # of the error of independent noise; less is not worth the memory
-_ALIKE = 1.02  # an error that is nearly the best, for half of the memory
 _LATE = 1024  # a step from which on noise is as it will be
 _ENOUGH = 256  # steps that coefficients are optimised for: those of longer trainings hardly differ
 
@@ -361,67 +353,3 @@ def _optimised(bands: int, steps: int, workload: Workload) -> tuple[float, ...]:
     )
     best = found.x if found.fun < excess(start)[0] else start
     return (1.0, *(float(c) for c in best))
-
-
-@dataclass(frozen=True)
-class NoiseSuggestion:
-    """The noise that has the least error, and the errors that were compared.
-
-    Args:
-        noise: to be given to ``DifferentialPrivacy``; ``BandedNoise(b)`` with ``CyclicPoisson(b)``.
-        errors: predicted error by number of bands, over that of independent noise.
-    """
-
-    noise: AbstractNoise
-    errors: dict[int, float]
-
-
-def suggest_noise(
-    num_records: int,
-    batch_size: int,
-    epochs: int,
-    *,
-    target_epsilon: float,
-    target_delta: float,
-    relation: Relation = "add_remove",
-    momentum: float = 0.0,
-) -> NoiseSuggestion:
-    """Compare independent noise with banded noise at equal ε, for b bands with b·q at most 1.
-
-    Predicted is the root mean square of the noise in all iterates (:meth:`AbstractNoise.error`, times
-    the z that keeps the budget) with ``CyclicPoisson(b)``. Banded noise pays where steps are small and
-    budgets large (z below about 1.2); for large batches over many epochs, and for ε up to 1, independent
-    noise is as good.
-
-    Args:
-        num_records: of the training set, N.
-        batch_size: B of a whole step.
-        epochs: passes.
-        target_epsilon, target_delta, relation: the budget.
-        momentum: of SGD, in [0, 1).
-
-    Raises:
-        ValueError: naming the argument.
-
-    Example:
-        >>> suggest_noise(60_000, 2048, 40, target_epsilon=1.0, target_delta=1e-5).noise
-        IndependentNoise()
-    """
-    num_records, batch_size = whole("num_records", num_records), whole("batch_size", batch_size)
-    epsilon = positive("target_epsilon", target_epsilon)
-    delta = probability("target_delta", target_delta)
-    steps = whole("epochs", epochs) * math.ceil(num_records / batch_size)
-    rate, workload = min(1.0, batch_size / num_records), Workload(momentum)
-    errors: dict[int, float] = {}
-    for bands in _BANDS:
-        if bands * rate > 1 or bands > steps:
-            break
-        rounds = alike(bands * rate, math.ceil(steps / bands))
-        z = calibrate_steps(rounds, epsilon, delta, relation)
-        errors[bands] = z * BandedNoise(bands, workload).for_steps(steps).error(steps, workload)
-    errors = {bands: error / errors[1] for bands, error in errors.items()}
-    best = min(errors.values())
-    bands = next(each for each, error in errors.items() if error <= _ALIKE * best)
-    if not errors[bands] < _WORTH_IT:
-        return NoiseSuggestion(IndependentNoise(), errors)
-    return NoiseSuggestion(BandedNoise(bands, workload), errors)

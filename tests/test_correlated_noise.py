@@ -13,7 +13,7 @@ import pytest
 import torch
 from scipy.linalg import toeplitz
 
-from lightning_dp import BandedNoise, IndependentNoise, LambdaCGD, Workload, suggest_noise
+from lightning_dp import BandedNoise, IndependentNoise, LambdaCGD, Workload
 from lightning_dp._noise import CorrelatedSource, NoiseSource
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._world import World
@@ -200,18 +200,6 @@ def test_the_memory_ends_with_the_block():
     drawn(of, 3)
     of.close()
     assert of._past == []
-
-
-# -- the suggestion --------------------------------------------------------------------------------
-
-
-def test_bands_are_suggested_where_they_pay_and_else_independent_noise():
-    small = suggest_noise(60_000, 512, 5, target_epsilon=3.0, target_delta=1e-5)
-    assert 4 <= small.noise.bands <= 32
-    assert small.errors[1] == 1.0 and small.errors[small.noise.bands] < 0.75
-    large = suggest_noise(50_000, 8192, 60, target_epsilon=1.0, target_delta=1e-5)
-    assert isinstance(large.noise, IndependentNoise)
-    assert max(large.errors) * 8192 <= 50_000  # b q is at most 1
 
 
 @pytest.mark.parametrize("noise", [GIVEN, LambdaCGD(0.8)], ids=repr)

@@ -28,7 +28,7 @@ PUBLIC = {
         Flat Automatic PerGroup AdaptiveQuantile
         AbstractSampling BatchPlan Checks Poisson FullBatch CyclicPoisson FixedOrder UserLevel
         TruncatedPoisson RandomAllocation
-        IndependentNoise BandedNoise LambdaCGD Workload suggest_noise
+        IndependentNoise BandedNoise LambdaCGD Workload suggest_batches
         fix losses_of_records rows_of_records About
         PLDAccountant StreamingRDPAccountant ApproximateDP ZCDP
     """,

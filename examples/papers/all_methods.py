@@ -47,22 +47,18 @@ from common import (
     table,
     tuning,
 )
-from scratch_ledger import ScratchLedger
+from scratch_ledger import ScratchLedger, mechanism_of
 from torch import Tensor, nn
 from trainee import Trainee
 
 from lightning_dp import PrivacyWarning
-from lightning_dp._noise import NoiseSource, random_generator
-from lightning_dp._world import World
+from lightning_dp._noise import random_generator
 from lightning_dp.accounting import calibrate, epsilon
-from lightning_dp.accounting.guards import FixedGuard
-from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.boundary import BoundedSum, Query
 from lightning_dp.estimators import AbstractEstimator, CubicNewton, Diff2, MeanGradient, Storm
 from lightning_dp.federated import AsyncClient, AsyncPlan, AsyncServer, ClientPrivacy
 from lightning_dp.federated.asynchronous import InverseSteps, PolynomialSizes
 from lightning_dp.functional import flatten, unflatten
-from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.postprocessing import AbstractPostProcessor, LaplacianSmoothing, Momentum
 from lightning_dp.sampling import Poisson
@@ -348,17 +344,8 @@ def train(trainee: Trainee, plan: Plan, batch: int, epochs: int, target: float, 
     count, net = trainee.num_records, trainee.net
     each = math.ceil(count / batch)
     steps, rate = epochs * each, min(1.0, batch / count)
-    ledger = Ledger()
-    ledger.begin("comparison")
-    mechanism = Mechanism(
-        plan=noise_plan(plan.schedule, plan.estimator, rate, steps, target),
-        postprocessing=plan.postprocessing,
-        ledger=ledger,
-        guard=FixedGuard(steps),
-        num_records=count,
-        noise=NoiseSource(seed),
-        world=World(),
-    )
+    noise = noise_plan(plan.schedule, plan.estimator, rate, steps, target)
+    mechanism = mechanism_of(noise, steps, count, seed, plan.postprocessing)
     optimizer = plan.optimizer(trainee.params, lr=plan.learning_rate)
     falls = (lambda step: 2 * (1 - step / steps)) if plan.decays else (lambda step: 1.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, falls)
@@ -386,7 +373,7 @@ def train(trainee: Trainee, plan: Plan, batch: int, epochs: int, target: float, 
     if plan.average:
         nn.utils.vector_to_parameters(average, net.parameters())
     mechanism.end()
-    return spent(tuple(ledger.history()))
+    return spent(tuple(mechanism.ledger.history()))
 
 
 @lru_cache(maxsize=256)
@@ -637,8 +624,9 @@ def page(results: Results, command: str, picture: str) -> str:
         "learning rate times √d); a radius is the bound of a difference over the length of the "
         "estimate.\n"
         "- An average of the weights, momentum, smoothing and AdamW work on what was released; their ε "
-        f"is that of DP-SGD. `AsyncServer` is another trust model: {CLIENTS} clients that trust no "
-        "server add noise each, so theirs is √5 times as large in the sum.",
+        "is that of DP-SGD. DP-AdamW is `torch.optim.AdamW`, not the package's `DPAdamW`. `AsyncServer` "
+        f"is another trust model: {CLIENTS} clients that trust no server add noise each, so theirs is "
+        "√5 times as large in the sum.",
     ]
     for problem in dict.fromkeys(name for name, _, _ in every):
         parts += section(PROBLEMS[problem], [row[1:] for row in every if row[0] == problem])

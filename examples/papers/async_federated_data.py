@@ -8,11 +8,11 @@ from functools import lru_cache
 import archives
 import numpy as np
 import torch
+from outer_products import NetworkGradients, Outer
 from torch import Tensor, nn
 
 from lightning_dp.boundary import BoundedSum, Query, bounded_sum
 from lightning_dp.functional import flatten, unflatten
-from lightning_dp.gradients.base import AbstractPerSampleGradients
 
 COVERTYPE_CLASS = 2  # against the rest: LIBSVM's covtype.binary
 
@@ -42,33 +42,12 @@ def mnist(folder: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return images[0], y.long(), images[1], y_test.long()
 
 
-class LogisticGradients(AbstractPerSampleGradients):
-    """g_i = c_i x_i + λ w, c_i = -y_i / (1 + exp(y_i x_i·w)): norms and sums in closed form."""
-
-    def __init__(self, x: Tensor, y: Tensor, point: Tensor, weight_decay: float) -> None:
-        self._x, self._point, self._decay = x, point, weight_decay
-        self._scores = x @ point
-        self._factors = -y * torch.sigmoid(-y * self._scores)
-
-    @property
-    def count(self) -> int:
-        return len(self._x)
-
-    def norms(self) -> Tensor:
-        c, decay = self._factors.double(), self._decay
-        square = c**2 * self._x.double().square().sum(1)
-        if decay:
-            square += 2 * decay * c * self._scores.double()
-            square += decay**2 * self._point.double().square().sum()
-        return square.clamp(min=0).sqrt()
-
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        weights = weights.to(self._x.dtype)
-        total = self._x.T @ (weights * self._factors)
-        return total + self._decay * weights.sum() * self._point if self._decay else total
-
-    def combine(self, weight, others):  # type: ignore[no-untyped-def]
-        raise NotImplementedError("Asynchronous SGD asks for one gradient at a time.")
+def logistic_gradients(x: Tensor, y: Tensor, point: Tensor, decay: float) -> NetworkGradients:
+    """g_i = c_i x_i + λ w, c_i = -y_i / (1 + exp(y_i x_i·w)): none is ever formed."""
+    terms = [((-y * torch.sigmoid(-y * (x @ point)))[None], x.T)]
+    if decay:
+        terms.append((torch.full_like(y, decay)[None], point[:, None].expand(-1, len(y))))
+    return NetworkGradients([Outer(tuple(terms))])
 
 
 class LogisticRecords:
@@ -90,7 +69,7 @@ class LogisticRecords:
             return BoundedSum.received(self._gradient(term.point, records[0]), query)
         chosen = torch.as_tensor(records, dtype=torch.int64)
         x, y = self._x[chosen], self._y[chosen]
-        return bounded_sum(LogisticGradients(x, y, term.point, self._decay), query.clip_norm)
+        return bounded_sum(logistic_gradients(x, y, term.point, self._decay), query.clip_norm)
 
     def _gradient(self, point: Tensor, record: int) -> Tensor:
         """One record's gradient, without the overhead of a batch: local steps ask for 20,000."""

@@ -12,6 +12,7 @@ import math
 import os
 import platform
 import random
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -183,7 +184,7 @@ class Agenda:
 def print_heading(title: str, arguments: Sequence[str], data: str | None) -> None:
     """Print the title of a script's output, its command, and the versions that it runs with."""
     words = ["DIR" if word == data else word for word in arguments]
-    print(f"# {title}\n\n    python examples/papers/{Path(sys.argv[0]).name} {' '.join(words)}")
+    print(f"# {title}\n\n    python examples/papers/{Path(sys.argv[0]).name} {shlex.join(words)}")
     packages = ("lightning-dp", "lightning", "torch", "numpy", "scipy", "scikit-learn")
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
     print(f"\nPython {platform.python_version()}, {versions}", flush=True)

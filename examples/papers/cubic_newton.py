@@ -22,7 +22,8 @@ Tuning looks at the data and is not covered by ε, in the paper nor here. Seeds 
 tables can be made again, which no private run may do.
 
 DIR holds a9a.npz, w8a.npz, phishing.npz (arrays X, y or X_train, y_train, ...) and mnist.npz;
-LIGHTNING_DP_DATA does the same. Pictures go to ./outputs/cubic_newton.
+LIGHTNING_DP_DATA does the same. Pictures go to ./outputs/cubic_newton. A script that was stopped goes on
+where it was: finished runs lie in ./outputs/finished_runs (LIGHTNING_DP_RUNS).
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from pathlib import Path
 
 import torch
 from archives import DATA_VARIABLE, folder_of
-from common import print_heading
+from common import NOISES, finished, print_heading
 from cubic_newton_data import SETS, Problem, is_there, problem
 from cubic_newton_report import draw, print_set
 from cubic_newton_run import Setting, Trace, execute, noise_multiplier, sweep
 from torch import Tensor
 
 OUTPUT = Path("outputs/cubic_newton")
-SEEDS = range(5)  # of the runs through the package
+SEEDS = range(NOISES)  # of the runs through the package
 # Seeds of the search, and how many noises each has: of all settings, of the best few, of the best.
 ALL, FINALISTS, BEST = (101, 2), (102, 4), (103, 20)
 FEW = 3
@@ -102,6 +103,7 @@ class Found:
     """Results on a data set; frontiers are by (method, k/d, ε)."""
 
     title: str
+    place: tuple[str, str, int]  # name, folder, clients
     problem: Problem
     frontiers: dict[tuple[str, float, float], list[Point]] = field(default_factory=dict)
     traces: dict[tuple[str, float, float], tuple[Point, list[Trace]]] = field(default_factory=dict)
@@ -160,11 +162,22 @@ def values(
     return found
 
 
+def problem_of(place: tuple[str, str, int], method: str) -> Problem:
+    """The problem that a method has: its records may lie with one trusted holder."""
+    of = problem(*place)
+    return of.as_one() if "central" in method else of
+
+
 def frontier(
-    of: Problem, settings: Sequence[Setting], epsilon: float, tried: Sequence[int], kept: float
+    place: tuple[str, str, int],
+    method: str,
+    settings: Sequence[Setting],
+    epsilon: float,
+    tried: Sequence[int],
+    kept: float,
 ) -> list[Point]:
     """The best setting at each number of rounds, on noise that it was not chosen on."""
-    points = []
+    of, points = problem_of(place, method), []
     for rounds in tried:
         where = (epsilon, rounds, kept)
         first = values(of, settings, *where, ALL)
@@ -179,18 +192,18 @@ def explore(name: str, folder: str, size: Size) -> Found:
     """All methods on one data set."""
     torch.set_num_threads(1)
     start = time.perf_counter()
-    of = problem(name, folder, size.clients)
-    found = Found(SETS[name].title, of)
+    place = name, folder, size.clients
+    found = Found(SETS[name].title, place, problem(*place))
     gradients, newton = first_order(size), second_order(size)
     for epsilon in size.epsilons:
         for method, settings, tried in (
             ("Fed-SGD", gradients, size.first_order),
             ("Newton", newton, size.second_order),
         ):
-            points = frontier(of, settings, epsilon, tried, 1.0)
+            points = finished(frontier, place, method, settings, epsilon, tried, 1.0)
             found.frontiers[method, 1.0, epsilon] = points
         for kept in size.kept if epsilon == size.main else (0.1,):
-            points = frontier(of, newton, epsilon, size.sparse, kept)
+            points = finished(frontier, place, "Newton", newton, epsilon, size.sparse, kept)
             found.frontiers["Newton", kept, epsilon] = points
     if not size.is_short:
         explore_further(found, size, gradients, newton)
@@ -203,19 +216,19 @@ def explore_further(
     found: Found, size: Size, gradients: Sequence[Setting], newton: Sequence[Setting]
 ) -> None:
     """At the main ε: what takes the place of the Hessian, the cubic term, the trust."""
-    of, epsilon = found.problem, size.main
+    epsilon = size.main
     local = [replace(setting, is_local=True) for setting in newton]
     cubic = [replace(setting, cubic=0.1) for setting in newton if setting.cubic]
     whole = [replace(setting, whole=True) for setting in newton]
-    one = of.as_one()
-    for method, settings, where, tried, kept in (
-        ("local GD", local, of, size.second_order, 1.0),
-        ("Newton, M = 0.1", cubic, of, size.second_order, 1.0),
-        ("Newton, whole steps", whole, of, size.sparse, 0.1),
-        ("DP-GD, central", gradients, one, size.first_order, 1.0),
-        ("Newton, central", newton, one, size.second_order, 1.0),
+    for method, settings, tried, kept in (
+        ("local GD", local, size.second_order, 1.0),
+        ("Newton, M = 0.1", cubic, size.second_order, 1.0),
+        ("Newton, whole steps", whole, size.sparse, 0.1),
+        ("DP-GD, central", gradients, size.first_order, 1.0),
+        ("Newton, central", newton, size.second_order, 1.0),
     ):
-        found.frontiers[method, kept, epsilon] = frontier(where, settings, epsilon, tried, kept)
+        points = finished(frontier, found.place, method, settings, epsilon, tried, kept)
+        found.frontiers[method, kept, epsilon] = points
 
 
 def run_them(found: Found, size: Size) -> None:
@@ -236,9 +249,21 @@ def run_them(found: Found, size: Size) -> None:
 
 def run_one(found: Found, key: tuple[str, float, float], point: Point) -> None:
     method, kept, epsilon = key
-    of = found.problem.as_one() if "central" in method else found.problem
-    traces = [execute(of, point.setting, epsilon, point.rounds, kept, seed) for seed in SEEDS]
-    found.traces[key] = (point, traces)
+    what = (found.place, method, point.setting, epsilon, point.rounds, kept)
+    found.traces[key] = (point, [finished(run, *what, seed) for seed in SEEDS])
+
+
+def run(
+    place: tuple[str, str, int],
+    method: str,
+    setting: Setting,
+    epsilon: float,
+    rounds: int,
+    kept: float,
+    seed: int,
+) -> Trace:
+    """One federation, on its own problem."""
+    return execute(problem_of(place, method), setting, epsilon, rounds, kept, seed)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -85,8 +85,9 @@ def _print_frontiers(found: Any, size: Any) -> None:
 
 
 def _print_runs(found: Any, size: Any) -> None:
+    seeds = max(len(traces) for _, traces in found.traces.values())
     print(
-        "\n### Runs through the package, five seeds\n\n| ε by the ledger | | T | evaluations | "
+        f"\n### Runs through the package, {seeds} seeds\n\n| ε by the ledger | | T | evaluations | "
         "suboptimality | test accuracy, % | uplink of a client: a round | in all | setting |\n"
         "|---|---|---|---|---|---|---|---|---|"
     )

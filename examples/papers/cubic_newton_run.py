@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from cubic_newton_data import Problem
+from outer_products import NetworkGradients, Outer
 from scratch_ledger import ScratchLedger
 from torch import Tensor
 
@@ -20,7 +21,6 @@ from lightning_dp.estimators.cubic_newton import average_weight
 from lightning_dp.federated import AsyncServer
 from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
 from lightning_dp.functional import shared_mask
-from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.passes import passes_of
 
 DELTA = 1e-5
@@ -103,7 +103,6 @@ class LogisticRecords:
 
     def __init__(self, x: Tensor) -> None:
         self._x = x
-        self._squares = x.square()
         self._point: Tensor | None = None
 
     @property
@@ -122,45 +121,8 @@ class LogisticRecords:
             if run.direction is not None:
                 along = self._x @ run.direction.to(self._x.dtype)
                 numbers = numbers + run.product * self._values * (1 - self._values) * along
-        return bounded_sum(_Multiples(numbers, self._x, self._squares, query), query.clip_norm)
-
-
-@dataclass
-class _Multiples(AbstractPerSampleGradients):
-    """Rows that are multiples of the rows of x, at the query's coordinates."""
-
-    numbers: Tensor
-    x: Tensor
-    squares: Tensor
-    query: Query
-
-    @property
-    def count(self) -> int:
-        return len(self.x)
-
-    def norms(self) -> Tensor:
-        c = self.query.coordinates
-        if c is None:
-            squares = self.squares.sum(1)
-        else:
-            kept = self.x.new_zeros(self.x.shape[1])
-            kept[c] = 1
-            squares = self.squares @ kept
-        return self.numbers.abs().double() * squares.double().sqrt()
-
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        x, numbers, is_left_out = self.x, self.numbers * weights, weights == 0
-        if is_left_out.any():  # 0 * NaN is NaN
-            x = x.masked_fill(is_left_out.unsqueeze(1), 0.0)
-            numbers = numbers.masked_fill(is_left_out, 0.0)
-        total = numbers.to(x.dtype) @ x
-        return total if self.query.coordinates is None else total[self.query.coordinates]
-
-    def combine(self, weight: float, others: Any) -> AbstractPerSampleGradients:
-        raise NotImplementedError("The queries of these runs ask at one point only.")
-
-    def restrict(self, coordinates: Tensor) -> AbstractPerSampleGradients:
-        raise NotImplementedError("The query's coordinates are taken in norms and sums already.")
+        x = self._x if query.coordinates is None else self._x[:, query.coordinates]
+        return bounded_sum(NetworkGradients([Outer(((numbers[None], x.T),))]), query.clip_norm)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from common import FEWEST_PAIRS, paired_p
 from diff2_data import Split
 from diff2_run import DELTA, EVERY, Setting, plan_of
 from scipy.stats import ttest_rel
@@ -44,6 +45,15 @@ def p_value(low: np.ndarray, high: np.ndarray) -> float:
     if not (np.isfinite(low).all() and np.isfinite(high).all()):
         return float("nan")
     return float(ttest_rel(low, high, alternative="less").pvalue)
+
+
+def by_rank(low: np.ndarray, high: np.ndarray) -> str:
+    """Medians, how often ``low`` is lower, Wilcoxon's two-sided p; nothing for few pairs."""
+    if len(low) < FEWEST_PAIRS:
+        return ""
+    median = 100 * (np.median(low) / np.median(high) - 1)
+    often = f"{(low < high).sum()} of {len(low)}"
+    return f"; medians {median:+.2g} %, lower in {often}, Wilcoxon p = {paired_p(low, high):.2g}"
 
 
 def describe(setting: Setting) -> str:
@@ -140,7 +150,7 @@ def print_tests(methods: Sequence[Method]) -> None:
             for criterion in range(3):
                 low, high = (values(by[m], criterion, as_paper=as_paper) for m in (first, second))
                 change = 100 * (low.mean() / high.mean() - 1)
-                cells.append(f"{p_value(low, high):.2g} ({change:+.2g} %)")
+                cells.append(f"{p_value(low, high):.2g} ({change:+.2g} %{by_rank(low, high)})")
         print(f"| {first} < {second} | {' | '.join(cells)} |")
 
 

@@ -13,19 +13,16 @@ import torch
 from diff2_data import split
 from diff2_formulas import paper_noise
 from diff2_model import Answers, Network
+from scratch_ledger import mechanism_of
 
-from lightning_dp._noise import NoiseSource
 from lightning_dp._refusals import PrivacyWarning
-from lightning_dp._world import World
 from lightning_dp.accounting import calibrate
 from lightning_dp.accounting.gdp import gdp_epsilon
-from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.estimators import Diff2, MeanGradient
 from lightning_dp.estimators.base import AbstractEstimator
 from lightning_dp.functional import flatten, unflatten
-from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import FullBatch
 from lightning_dp.schedules import Constant
@@ -124,17 +121,9 @@ def execute(run: Run) -> Trace:
     data = split(run.name, run.folder, run.seed)
     params = Network(data).start(run.seed)
     chunks = [Answers(Network(part)) for part in data.chunks(CHUNK)]
-    ledger = Ledger()
-    ledger.begin("descent")
-    mechanism = Mechanism(
-        plan=plan_of(run.setting, run.noise, run.epsilon, run.rounds, data.train.count),
-        postprocessing=(),
-        ledger=ledger,
-        guard=FixedGuard(run.rounds),
-        num_records=data.train.count,
-        noise=NoiseSource(1000 * run.seed + run.noise_seed),
-        world=World(),
-    )
+    plan = plan_of(run.setting, run.noise, run.epsilon, run.rounds, data.train.count)
+    seed = 1000 * run.seed + run.noise_seed
+    mechanism = mechanism_of(plan, run.rounds, data.train.count, seed)
     values = np.full((3, run.rounds // EVERY + 1), np.nan)
     best, patience = math.inf, 0
     squares = []
@@ -161,7 +150,7 @@ def execute(run: Run) -> Trace:
         params = [p - run.setting.rate * g for p, g in zip(params, estimate, strict=True)]
         squares.append(sum(float(g.square().sum()) for g in estimate))
     step_length = run.setting.rate * float(np.mean(squares[run.rounds // 2 :] or math.nan)) ** 0.5
-    return Trace(values, spent(ledger), step_length)
+    return Trace(values, spent(mechanism.ledger), step_length)
 
 
 def walk(run: Run, survivors: int) -> dict[Setting, Trace]:

@@ -13,17 +13,13 @@ from dynamic_noise_formulas import fit_exponential
 from dynamic_noise_influence import quadratic_influence, retraining_influence
 from dynamic_noise_model import Problem
 from scipy.optimize import brentq
+from scratch_ledger import mechanism_of
 
-from lightning_dp._noise import NoiseSource
-from lightning_dp._world import World
 from lightning_dp.accounting import calibrate
 from lightning_dp.accounting.gdp import gdp_delta
-from lightning_dp.accounting.guards import FixedGuard
-from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.estimators import MeanGradient
 from lightning_dp.functional import unflatten
-from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import FullBatch
 from lightning_dp.schedules import AbstractSchedule, Constant, FromInfluence
@@ -50,17 +46,7 @@ class Size:
 def descend(problem: Problem, plan: NoisePlan, steps: int, seed: int) -> float:
     """The final loss of private gradient descent: a bare loop around the package's mechanism."""
     params = problem.start(seed)
-    ledger = Ledger()
-    ledger.begin("descent")
-    mechanism = Mechanism(
-        plan=plan,
-        postprocessing=(),
-        ledger=ledger,
-        guard=FixedGuard(steps),
-        num_records=len(problem.records.y),
-        noise=NoiseSource(seed),
-        world=World(),
-    )
+    mechanism = mechanism_of(plan, steps, len(problem.records.y), seed)
     while not mechanism.exhausted:
         query = mechanism.ask(params)
         mechanism.answer(bounded_sum(problem.gradients(params), query.clip_norm))

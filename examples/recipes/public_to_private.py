@@ -9,6 +9,8 @@ nothing. The second row is the same network without them. All weights are traine
 from __future__ import annotations
 
 import copy
+import time
+from dataclasses import replace
 
 import lightning as L
 import torch
@@ -52,7 +54,7 @@ def main() -> None:
         lambda way: Classifier(DigitsCNN().net, way),
         digits(),
         (FROM_SCRATCH, PLAIN),
-        options,
+        replace(options, cpu_begin=time.process_time(), wall_begin=time.perf_counter()),
         delta=1e-4,
         name="from_scratch",
     )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from lightning_dp._validate import Check, positive, probability, whole
 from lightning_dp.plan.suggestion import LEAST_STEPS, Suggestion, suggest, text
+from lightning_dp.plan.training_plan import TrainingPlan
 
 __all__ = ["main"]
 
@@ -20,7 +22,8 @@ _EPILOG = """\
 examples:
   python -m lightning_dp.plan --records 22000 --epsilon 3
   python -m lightning_dp.plan --records 22000 --epsilon 1 3 8 --records-per-second 400 --hours 1
-  python -m lightning_dp.plan --records 22000 --epsilon 3 --batch-size 128 --epochs 2"""
+  python -m lightning_dp.plan --records 22000 --epsilon 3 --batch-size 128 --epochs 2
+  python -m lightning_dp.plan --records 22000 --epsilon 3 --batches"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     more = {"num_parameters": options.parameters, "layer_inputs": options.layer_inputs}
     pairs = zip(found, yours, strict=True)
-    print("\n\n".join(text(each, yours=plan, **more) for each, plan in pairs))
+    blocks = []
+    for each, plan in pairs:
+        blocks.append(text(each, yours=plan, **more))
+        if options.batches:
+            blocks += [_batches(one) for one in (each.best, plan) if one is not None]
+    print("\n\n".join(blocks))
     return 0
 
 
@@ -62,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--least-steps", type=count, default=LEAST_STEPS, help="default: %(default)s")
     add("--parameters", type=count, help="d, trained weights: gives the norm of the noise")
     add("--layer-inputs", type=count, default=256, help="of a typical layer (default: %(default)s)")
+    add("--batches", action="store_true", help="compare samplings and correlated noise, too")
     add("--batch-size", type=count, help="yours, to be compared; needs --epochs")
     add("--epochs", type=count, help="yours, to be compared; needs --batch-size")
     return parser
@@ -90,6 +99,37 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--hours={options.hours:g} affords no gradient: raise it, or --records-per-second."
         )
+
+
+def _batches(plan: TrainingPlan) -> str:
+    """Return the best of each sampling and noise for a plan, a line each."""
+    from lightning_dp.noise_plan import suggest_batches  # with torch
+
+    found = suggest_batches(
+        plan.num_records, plan.batch_size, plan.epochs, target_epsilon=plan.target_epsilon,
+        target_delta=plan.target_delta, relation=plan.relation,
+    )  # fmt: skip
+    lines = [
+        f"batches of {plan.records_per_step:,.0f} in {plan.steps:,} steps: z, and the noise in the "
+        "iterates of SGD, Poisson batches = 1"
+    ]
+    shown = set[tuple[type, type]]()
+    for each in (found.best, *sorted(found.table, key=lambda each: each.error)):
+        if (kind := (type(each.sampling), type(each.noise))) not in shown:
+            chosen = " " if shown else "*"
+            shown.add(kind)
+            words = f"sampling={_call(each.sampling)}, noise={_call(each.noise)}"
+            if each.relation != plan.relation:
+                words += f", relation={each.relation!r}"
+            lines.append(f"{each.noise_multiplier:8.3g} {each.error:8.2f}{chosen} {words}")
+    return "\n".join(lines)
+
+
+def _call(setting: Any) -> str:
+    """Return a sampling or a noise as it is written, with its numbers."""
+    given = {each.name: getattr(setting, each.name) for each in fields(setting) if each.repr}
+    numbers = (f"{k}={v}" for k, v in given.items() if type(v) in (int, float))
+    return f"{type(setting).__name__}({', '.join(numbers)})"
 
 
 def _suggested(options: argparse.Namespace, epsilon: float) -> Suggestion:

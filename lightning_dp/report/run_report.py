@@ -32,6 +32,7 @@ from lightning_dp.plan.advice import facts
 from lightning_dp.report.content import PrivacyReport
 from lightning_dp.report.files import has_guarantee
 from lightning_dp.run import PrivateRun
+from lightning_dp.sampling import FixedOrder
 from lightning_dp.sampling.units import is_by_user, is_named
 
 __all__ = ["EarlierTraining", "at_end", "fingerprints", "report_of_run", "some_of"]
@@ -45,6 +46,10 @@ _NOT_COVERED = (
     "records into which others are mixed when the data are read (such as mixup in the data set)",
     "rounding in the computer (floating point) and the time it takes: the promise is about the ideal "
     "mathematics",
+)
+_IN_ORDER = (
+    "an order of the records that follows what is in them, or that is not the same in every pass (such "
+    "as by a shuffle buffer): a record that comes back sooner costs more than is counted"
 )
 _REPLANNED = (
     "the moment of a crash, or of the end of a fit that another one followed: the noise after it was "
@@ -98,7 +103,12 @@ def report_of_run(run: PrivateRun) -> PrivacyReport:
         started=run.started or _minute(run.ledger.began),
         ended=_minute(run.ledger.latest),
         stop_reason=run.stop_reason,
-        not_covered=(*_NOT_COVERED, *run.not_covered, *[_REPLANNED] * run.ledger.is_replanned),
+        not_covered=(
+            *_NOT_COVERED,
+            *[_IN_ORDER] * isinstance(config.sampling, FixedOrder),
+            *run.not_covered,
+            *[_REPLANNED] * run.ledger.is_replanned,
+        ),
         versions=dict(_versions()),
         ledger_id=run.ledger.id,
         journal=None if journal is None else str(journal),

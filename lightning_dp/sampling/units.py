@@ -36,7 +36,9 @@ class UserLevel:
 
     is clipped *once*, to C. So all rows of a user together move the sum by at most C, and ε is the one
     of DP-SGD with (U, q): "add_remove" adds or removes a user with all rows, "replace_one" replaces a
-    user's rows by any others (one row more or less of a user is such a replacement).
+    user's rows by any others (one row more or less of a user is such a replacement). With samplings of a
+    block the users are what takes turns, is allocated or has a place: their proofs are about vectors of
+    norm C at most, whatever these are made of, and which rows are read is drawn afresh at each step.
 
     Promises: a user is in one physical batch of a step at most; N, B, δ < 1/N, checks, report and
     journal speak of users; ids are in no log, checkpoint or message. Assumes that the ids are right,

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from lightning_dp._checks import MisconfigurationError, check_loader, repeated_record
 from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._world import World
+from lightning_dp.config import PrivacyConfig
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import AbstractSampling, FixedOrder
@@ -54,7 +55,8 @@ def make_private_loader(
         ValueError: if the batches changed during the run, or differ between processes.
     """
     if isinstance(run.config.sampling, FixedOrder) and _is_stream(loader):
-        loader = by_place(_checked_stream(loader, run.config.sampling))
+        loader = by_place(_checked_stream(loader, run.config, run.config.sampling))
+        run.not_covered = (*(each for each in run.not_covered if each != _STREAM), _STREAM)
     checked = check_loader(loader)
     units = run.config.rows_of_units(checked.dataset)
     num_records = len(checked.dataset if units is None else units)  # type: ignore[arg-type]
@@ -142,11 +144,16 @@ def private_loader_of(trainer: Trainer) -> PrivateDataLoader:
     return loader
 
 
+_STREAM = "a record that the stream gives twice in a pass: of other data it is seen"
+
+
 def _is_stream(loader: object) -> TypeGuard[DataLoader[Any]]:
     return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
 
 
-def _checked_stream(loader: DataLoader[Any], sampling: FixedOrder) -> DataLoader[Any]:
+def _checked_stream(
+    loader: DataLoader[Any], config: PrivacyConfig, sampling: FixedOrder
+) -> DataLoader[Any]:
     """Return a loader of a stream, if its records have a fixed place."""
     name = type(loader.dataset).__name__
     if not isinstance(loader.dataset, Sized):
@@ -161,6 +168,12 @@ def _checked_stream(loader: DataLoader[Any], sampling: FixedOrder) -> DataLoader
             f"sampling={sampling}: several workers may each read one record, and no order but its own "
             "can be had. Use num_workers=1 (or 0) and FixedOrder().",
             topic="fixed-order",
+        )
+    if config.has_several_rows:
+        raise MisconfigurationError(
+            f"The training set {name} is an IterableDataset, which gives each row once and in its own "
+            "order: unit and augmentations need rows at any place. Use a data set with __getitem__.",
+            topic="user-level",
         )
     return loader
 

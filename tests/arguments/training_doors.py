@@ -33,7 +33,7 @@ from lightning_dp import (
     fix,
     losses_of_records,
     rows_of_records,
-    suggest_noise,
+    suggest_batches,
 )
 from lightning_dp.accounting import (
     ZCDP,
@@ -199,7 +199,7 @@ TRAINING = [
     door(CyclicPoisson, bands=4),
     door(FixedOrder, shuffle=True),
     door(TruncatedPoisson, limit=9, num_records=50),
-    door(suggest_noise, num_records=100, batch_size=4, epochs=3, momentum=0.5, **BUDGET),
+    door(suggest_batches, num_records=100, batch_size=4, epochs=3, momentum=0.5, **BUDGET),
     door(epsilon, delta=1e-05, events=STEPS),
     door(delta, epsilon=1.0, events=STEPS),
     door(gdp_delta, mu=1.0, epsilon=1.0),

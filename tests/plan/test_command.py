@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
 
+from lightning_dp import suggest_batches
 from lightning_dp.plan import suggest
 from lightning_dp.plan.__main__ import main
 from lightning_dp.plan.suggestion import duration, settings, text
@@ -55,6 +57,30 @@ def test_a_plan_of_ones_own_is_compared(quick):
     assert f"{times:.2g} times more noise over the run than the suggestion" in text(
         found, yours=yours
     )
+
+
+def test_batches_and_noise_are_compared_for_both_plans(capsys):
+    """One line of each kind, the choice first; the other lines are those without it."""
+    asked = ["--records", "400", "--epsilon", "3", "--batch-size", "20", "--epochs", "3"]
+    assert main(asked) == 0
+    without = capsys.readouterr().out
+    assert main([*asked, "--batches"]) == 0
+    blocks = capsys.readouterr().out.removeprefix(without).strip().split("\n\n")
+    for (heading, *lines), plan in zip(
+        map(str.splitlines, blocks), (suggest(400, 3.0).best, None), strict=True
+    ):
+        size, steps = (20, 60) if plan is None else (plan.batch_size, plan.steps)
+        found = suggest_batches(
+            400, size, steps / -(-400 // size), target_epsilon=3.0, target_delta=1e-4
+        )
+        assert heading.startswith(f"batches of {size} in {steps} steps: ")
+        best, *others = (re.match(r" *(\S+) +([\d.]+)(.) (\S+)\(.*noise=(\w+)", x) for x in lines)
+        assert best[3] == "*" and {each[3] for each in others} == {" "}
+        assert best[1] == f"{found.best.noise_multiplier:.3g}"
+        kinds = [(each[4], each[5]) for each in (best, *others)]
+        assert len({*kinds}) == len(kinds) == 6
+        assert ("sampling=FixedOrder", "LambdaCGD") in kinds
+        assert all(("zero_out" in line) == ("FixedOrder" in line) for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,19 @@ def test_page_one_says_what_tests_can_do_by_the_trade_off_of_the_events(report_o
     assert "0.0000003 (1 in 3,333,333)" in promise(report_of(delta=3e-7))
 
 
+def test_page_one_asks_what_the_relation_is_about(report_of):
+    """Whoever has a place in a fixed order is not hidden: only what the record says is."""
+    questions = {
+        "add_remove": "certain record was in the training data or not.",
+        "replace_one": "certain record was in the training data, or another one in its place.",
+        "zero_out": "certain record was in the training data, or its place was empty.",
+    }
+    for relation, words in questions.items():
+        found = " ".join(promise(report_of(relation=relation)).split())
+        assert words in found
+        assert ("which of them, is not protected" in found) == (relation == "zero_out")
+
+
 @pytest.mark.parametrize("claims_budget", [True, False])
 def test_where_one_pair_is_known_alone_the_words_come_from_it(claims_budget, report_of):
     changes = {"claims_budget": True} if claims_budget else {"epsilon_of_plan": 3.0}

@@ -7,16 +7,30 @@ import math
 from collections import Counter
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 from dp_accounting.pld import PLDAccountant as Oracle
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from scipy.linalg import toeplitz
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lightning_dp import Checks, Diff2, FullBatch, UserLevel
-from lightning_dp.accounting.events import VoidedRunError
+from lightning_dp import (
+    BandedNoise,
+    Checks,
+    CyclicPoisson,
+    Diff2,
+    FixedOrder,
+    FullBatch,
+    LambdaCGD,
+    RandomAllocation,
+    UserLevel,
+)
+from lightning_dp.accounting import PoissonGaussian, epsilon
+from lightning_dp.accounting.events import RandomAllocationEpoch, VoidedRunError
+from lightning_dp.accounting.gdp import gdp_epsilon
 from lightning_dp.callbacks import DifferentialPrivacy
 from tests.zoo import Classifier, flat, private, records
 
@@ -284,6 +298,126 @@ def test_a_resumed_run_protects_the_same_units(fit, tmp_path, make_trainer):
     assert trainer.global_step == 4
 
 
+# -- batches that depend on each other -------------------------------------------------------------
+
+
+LAM, SLOW = 0.6, 1e-7  # so slow that weights, and so gradients, stay
+BLOCKS = {
+    "cyclic": {"sampling": CyclicPoisson(3), "noise": BandedNoise(3)},
+    "allocated": {"sampling": RandomAllocation()},
+    "fixed": {"sampling": FixedOrder(), "noise": LambdaCGD(LAM), "relation": "zero_out"},
+}
+MANY = [(7 * row) % 18 for row in range(60)]  # 18 users of three or four rows, in batches of 3
+
+
+class Steps(Seen):
+    """Writes down each step's sum of clipped gradients, too."""
+
+    def on_fit_start(self):
+        self.weights = [flat(self.net)]
+
+    def on_train_batch_end(self, *unused):
+        self.weights.append(flat(self.net))
+
+    @property
+    def sums(self):
+        return -torch.stack(self.weights).diff(dim=0) * 3 / SLOW
+
+
+@pytest.fixture
+def blocks(fit):
+    def run(name, left_out=None, **options):
+        """Three epochs of six steps; of one user all rows may have no gradient."""
+        x, y = records(60)
+        x = 3 * x.double()
+        x[[row for row, user in enumerate(MANY) if user == left_out]] = math.nan
+        model = Steps(optimizer=lambda params: torch.optim.SGD(params, lr=SLOW))
+        unit = {"unit": UserLevel(MANY, most_rows=2), **BLOCKS[name], "max_grad_norm": C}
+        trainer = {"max_steps": 18}
+        dataset = TensorDataset(x, y, torch.arange(60))
+        return fit(dataset, 3, model, trainer=trainer, **unit, **options)
+
+    return run
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_users_take_part_as_seldom_as_a_block_promises(blocks, name):
+    model = blocks(name)
+    steps = [[MANY[row] for chunk in step for row in chunk] for step in model.steps]
+    assert len(steps) == 18
+    assert all(most <= 2 for step in steps for _, most in Counter(step).most_common(1))
+    of_users = {user: [t for t in range(18) if user in steps[t]] for user in range(18)}
+    for taken in of_users.values():
+        if name == "cyclic":
+            assert len({t % 3 for t in taken}) <= 1
+        else:  # once in each epoch
+            assert [t // 6 for t in taken] == [0, 1, 2]
+        if name == "fixed":
+            assert len({t % 6 for t in taken}) == 1
+    assert sum(map(len, of_users.values())) > 30
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_steps_of_a_block_are_those_of_a_loop_over_users(blocks, name):
+    model = blocks(name, noise_multiplier=0.0)
+    x, y = records(60)
+    for step, found in zip(model.steps, model.sums, strict=True):
+        rows = [row for chunk in step for row in chunk]
+        total = torch.zeros_like(found)
+        for user in {MANY[row] for row in rows}:
+            own = [row for row in rows if MANY[row] == user]
+            mean = gradient(3 * x[own].double(), y[own])
+            total += mean * min(1.0, C / float(mean.norm()))
+        torch.testing.assert_close(found, total, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_user_moves_a_block_by_what_its_charges_say(blocks, name):
+    """By the dense matrix C of the noise: row t of C x is Gaussian with standard deviation z ‖c‖ C."""
+    options = {"noise_multiplier": 0.0, "seed": 1}  # the same draws
+    whole, without = (blocks(name, left_out=user, **options) for user in (None, 5))
+    plan = whole.privacy._run.mechanism.plan
+    inverse = toeplitz(plan.noise.inverse(18), np.zeros(18))
+    moved = np.linalg.solve(inverse, (whole.sums - without.sums).numpy())
+    spent = np.linalg.norm(moved) / (C * plan.noise.column_norm)  # μ of all steps at z = 1
+    taken = sum(any(MANY[row] == 5 for chunk in step for row in chunk) for step in whole.steps)
+    assert taken == 3 if name != "cyclic" else taken >= 1
+    events = [plan.event_of(1.0, t) for t in range(0, 18, plan.window)]
+    charged = math.sqrt(sum(event.pair[0] ** -2 for event in events))
+    assert 0 < spent <= charged * (1 + 1e-4)
+    if name == "fixed":  # where the user is at the bound in each pass, as in the worst case
+        alone = np.linalg.norm(moved, axis=1)
+        assert spent > 0.5 * charged and (alone > 0).sum() > 3
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_epsilon_of_a_block_is_that_of_users(blocks, name):
+    privacy = blocks(name).privacy
+    history = {
+        "cyclic": [(PoissonGaussian(1.0, 3 * 3 / 18), 6)],
+        "allocated": [(RandomAllocationEpoch(1.0, 6, 6), 3)],
+    }
+    if name == "fixed":
+        c = toeplitz(LAM ** np.arange(18), np.zeros(18)) * math.sqrt(1 - LAM**2)
+        expected = gdp_epsilon(np.linalg.norm(c[:, ::6].sum(1)), 1e-5)
+        assert privacy.epsilon == pytest.approx(expected, rel=1e-3)
+    else:
+        assert privacy.epsilon == pytest.approx(epsilon(history[name], 1e-5), rel=1e-6)
+    report = privacy.report()
+    assert (report.unit, report.num_records, report.expected_batch_size) == ("user", 18, 3)
+
+
+def test_augmented_records_take_part_in_blocks(fit):
+    dataset = TensorDataset(*data().tensors, torch.arange(len(USERS)))
+    for name, options in BLOCKS.items():
+        model = fit(dataset, 3, Seen(), trainer={"max_steps": 8}, augmentations=2, **options)
+        assert len(model.steps) == 8, name
+        read = [Counter(row for chunk in step for row in chunk) for step in model.steps]
+        assert {times for step in read for times in step.values()} == {2}
+        if name != "cyclic":
+            assert sum(read[:4], Counter()) == Counter(dict.fromkeys(range(len(USERS)), 2))
+
+
 # -- users do not meet -----------------------------------------------------------------------------
 
 
@@ -337,6 +471,25 @@ def test_what_has_a_gradient_for_each_row_is_refused(make_trainer):
     privacy = private(augmentations=2, private_optimizer=0)
     with pytest.raises(MisconfigurationException, match="unit and augmentations put several rows"):
         make_trainer(callbacks=[privacy], max_steps=1).fit(Two(), DataLoader(data(), 2))
+
+
+class Stream(IterableDataset):
+    def __len__(self):
+        return len(USERS)
+
+    def __iter__(self):
+        return iter(data())
+
+
+def test_streams_and_orders_that_follow_rows_are_refused(fit):
+    unit = {"unit": UserLevel(USERS, most_rows=2)}
+    fixed = {"sampling": FixedOrder(), "relation": "zero_out"}
+    for options in (unit, {"augmentations": 2}):
+        with pytest.raises(MisconfigurationException, match="need rows at any place"):
+            fit(Stream(), 3, **fixed, **options)
+    with pytest.raises(ValueError, match="order of the users follows from their rows"):
+        private(sampling=FixedOrder(), relation="replace_one", **unit)
+    private(sampling=FixedOrder(), relation="replace_one", augmentations=2)
 
 
 class Two(L.LightningModule):

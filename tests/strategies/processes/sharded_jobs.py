@@ -21,7 +21,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import Checks, Diff2, Momentum, Storm
+from lightning_dp import (
+    BandedNoise,
+    Checks,
+    CyclicPoisson,
+    Diff2,
+    FixedOrder,
+    LambdaCGD,
+    Momentum,
+    RandomAllocation,
+    Storm,
+    TruncatedPoisson,
+)
 from lightning_dp._noise import NoiseSource
 from lightning_dp._world import World, as_shard, held_here, is_sharded
 from lightning_dp.boundary import Query, Term, add_noise, begin_with_noise, bounded_sum
@@ -289,10 +300,13 @@ def fit(
     precision: Any = "32-true",
     ckpt_path: Path | None = None,
     callbacks: Sequence[L.Callback] = (),
+    batch_size: int | None = None,
 ) -> tuple[L.Trainer, DifferentialPrivacy]:
     """Make so many steps over all records, with or without the checks of isolation."""
     asked = {"checks": Checks(dry_run=checks, comparisons=checks), "advice": False}
-    callback = DifferentialPrivacy(target_delta=1e-5, sampling=WholeSet(), **asked, **privacy)
+    callback = DifferentialPrivacy(
+        target_delta=1e-5, **asked, **{"sampling": WholeSet(), **privacy}
+    )
     parallel = ModelParallelStrategy(processes, 1, save_distributed_checkpoint=is_distributed)
     trainer = L.Trainer(
         accelerator="cpu",
@@ -308,7 +322,8 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loader = DataLoader(TensorDataset(*records(RECORDS)), batch_size=math.ceil(RECORDS / processes))
+    batch_size = batch_size or math.ceil(RECORDS / processes)
+    loader = DataLoader(TensorDataset(*records(RECORDS)), batch_size=batch_size)
     trainer.fit(Small() if model is None else model, loader, ckpt_path=ckpt_path)
     if saves:
         trainer.save_checkpoint(folder / "last.ckpt")
@@ -557,6 +572,66 @@ def resident(field: str) -> float:
     return int(line.split()[1]) / 1024
 
 
+BLOCKS = {
+    "cyclic": {
+        "sampling": CyclicPoisson(3),
+        "noise": BandedNoise(3, coefficients=(1.0, 0.7, 0.4)),
+    },
+    "allocated": {"sampling": RandomAllocation()},
+    "fixed": {"sampling": FixedOrder(), "noise": LambdaCGD(0.8), "relation": "zero_out"},
+    "limited": {"sampling": TruncatedPoisson(10)},
+}
+
+
+class Still(Small):
+    """Two layers whose gradient is zero, at learning rate 1: what moves them is the noise."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            lambda: Chain(nn.Linear(60, 40, bias=False), nn.Linear(40, 60, bias=False))
+        )
+        self.path: list[Tensor] = []
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        chunk = self.trainer.train_dataloader.current
+        self.seen.append(list(chunk.records) if chunk.size else [])
+        self.path.append(weights(self))
+        return 0 * self.net(torch.ones(len(batch[0]), 60)).sum(1).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def blocks(folder: Path, processes: int, name: str) -> dict[str, Any]:
+    """Twelve steps on shards, of an epoch of four, with batches and noise that depend on each other."""
+    (folder / name).mkdir(exist_ok=True)
+    model = Still()
+    privacy = {"noise_multiplier": 2.0, "max_grad_norm": 0.5, **BLOCKS[name]}
+    _, callback = fit(folder / name, processes, privacy, steps=12, model=model, batch_size=7)
+    history = callback._run.ledger.history()
+    return {
+        "moved": torch.stack([*model.path, weights(model)]).double().diff(dim=0),
+        "seen": model.seen,
+        "events": [event.to_dict() for event, count in history for _ in range(count)],
+        "past": [len(past) for past in callback._run.mechanism.noise._past]
+        if callback._run.config.noise.bands > 1
+        else [],
+    }
+
+
+def in_order(folder: Path, processes: int) -> dict[str, Any]:
+    """Three passes in a fixed order, without noise and clipping."""
+    privacy = {
+        "noise_multiplier": 0.0,
+        "max_grad_norm": math.inf,
+        "sampling": FixedOrder(),
+        "relation": "zero_out",
+    }
+    trainer, _ = fit(folder, processes, privacy, steps=12, batch_size=7)
+    return {"weights": weights(trainer.lightning_module)}
+
+
 def scenarios(folder: Path, processes: int) -> dict[str, Callable[[], dict[str, Any]]]:
     return {
         **{name: partial(sums, name, processes) for name in MODELS},
@@ -586,6 +661,8 @@ def scenarios(folder: Path, processes: int) -> dict[str, Callable[[], dict[str, 
         "consolidated": lambda: saved(folder, processes, is_distributed=False),
         "resumed": lambda: resumed(folder, processes),
         "peak": lambda: peak(processes),
+        **{f"block {name}": partial(blocks, folder, processes, name) for name in BLOCKS},
+        "in order": lambda: in_order(folder, processes),
         **{
             f"{how}-{rank}-{shards}": partial(dies, folder, processes, how, rank, bool(shards))
             for how in ("killed", "raised")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -23,14 +24,28 @@ from scipy.linalg import toeplitz
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import CubicNewton, FullBatch
+from lightning_dp import CubicNewton, FullBatch, IndependentNoise
 from lightning_dp.accounting import PLDAccountant
-from lightning_dp.accounting.events import PoissonGaussian
+from lightning_dp.accounting.events import (
+    CyclicRound,
+    FixedOrderPass,
+    PoissonGaussian,
+    RandomAllocationEpoch,
+    TruncatedGaussian,
+)
 from lightning_dp.accounting.journal import read_journal
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report.__main__ import main as report_command
 from tests.older_torch import fsdp_on_cpu
-from tests.strategies.processes.sharded_jobs import MODELS, STEPS, Normed, Small, chain
+from tests.strategies.processes.sharded_jobs import (
+    BLOCKS,
+    MODELS,
+    RECORDS,
+    STEPS,
+    Normed,
+    Small,
+    chain,
+)
 from tests.zoo import flat, records
 
 ROOT = Path(__file__).parents[3]
@@ -543,6 +558,8 @@ SHARDED = (
     "saved",
     "resumed",
     "apart",
+    *(f"block {name}" for name in BLOCKS),
+    "in order",
 )
 
 
@@ -688,6 +705,55 @@ def test_without_noise_and_clipping_it_is_plain_training_of_a_whole_model(job, s
         assert each["steps"] == STEPS
         torch.testing.assert_close(each["weights"], want, rtol=0, atol=2e-5)
         assert ("do not go into shards" in each["report"]) == (scenario == "ghost")
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@fsdp_on_cpu
+def test_batches_and_noise_of_a_block_over_shards(job, name):
+    """Each process draws its records and the noise of its shards, and remembers that alone."""
+    lead, other = sharded(job, f"block {name}")
+    assert torch.equal(lead["moved"], other["moved"]) and lead["past"] == other["past"] == []
+    noise = BLOCKS[name].get("noise", IndependentNoise())
+    expected_batch_size = RECORDS / 4 if name == "allocated" else 14
+    released = -lead["moved"].numpy() * expected_batch_size
+    inverse = toeplitz(noise.inverse(12), np.zeros(12))
+    fresh = np.linalg.solve(inverse, released) / noise.column_norm
+    assert stats.kstest(fresh.ravel(), stats.norm(scale=2.0 * 0.5).cdf).pvalue > 1e-4
+    between = np.corrcoef(fresh)[np.triu_indices(12, 1)]
+    assert np.abs(between).max() < 6 / math.sqrt(fresh.shape[1])
+    assert not {*itertools.chain.from_iterable(lead["seen"])} & {
+        *itertools.chain.from_iterable(other["seen"])
+    }
+    seen = [[*mine, *theirs] for mine, theirs in zip(lead["seen"], other["seen"], strict=True)]
+    steps = {record: [t for t in range(12) if record in seen[t]] for record in range(RECORDS)}
+    if name == "cyclic":
+        assert all(len({t % 3 for t in taken}) <= 1 for taken in steps.values())
+    elif name == "limited":
+        assert max(len(batch) for each in (lead, other) for batch in each["seen"]) <= 10
+    else:
+        assert all([t // 4 for t in taken] == [0, 1, 2] for taken in steps.values())
+    rate = 14 / RECORDS
+    want = {
+        "cyclic": [CyclicRound(2.0, 3 * rate, 3)] * 4,
+        "allocated": [RandomAllocationEpoch(2.0, 4, 4)] * 3,
+        "fixed": [FixedOrderPass(2.0 / math.sqrt(noise.cost(k, 4)), 4) for k in range(3)],
+        "limited": [TruncatedGaussian(2.0, rate, 10, 26)] * 12,
+    }[name]
+    assert lead["events"] == [event.to_dict() for event in want]
+
+
+@fsdp_on_cpu
+def test_a_fixed_order_over_shards_is_that_of_one_process(job):
+    model, (x, y) = Small(), records(RECORDS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(12):
+        batch = slice(14 * (step % 4), 14 * (step % 4) + 14)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model.net(x[batch]), y[batch], reduction="sum")
+        (loss / 14).backward()
+        optimizer.step()
+    for each in sharded(job, "in order"):
+        torch.testing.assert_close(each["weights"], flat(model), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(
