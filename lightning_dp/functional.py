@@ -83,9 +83,6 @@ class _Setting(NamedTuple):
     name: str
     full: object
 
-    def write(self, value: object) -> None:
-        setattr(self.holder, self.name, value)
-
 
 def _settings() -> tuple[tuple[_Setting, ...], tuple[_Setting, ...]]:
     """Return the settings of the CPU, and all of them."""
@@ -94,13 +91,9 @@ def _settings() -> tuple[tuple[_Setting, ...], tuple[_Setting, ...]]:
     if not hasattr(cudnn, "conv"):  # before torch 2.9
         legacy = (_Setting(cuda.matmul, "allow_tf32", False), _Setting(cudnn, "allow_tf32", False))
         return legacy[:1], legacy
-    on_cpu = tuple(
-        _Setting(holder, "fp32_precision", "ieee") for holder in (onednn.matmul, onednn.conv)
-    )
-    on_cuda = tuple(
-        _Setting(holder, "fp32_precision", "ieee") for holder in (cuda.matmul, cudnn.conv)
-    )
-    return on_cpu, (*on_cpu, *on_cuda)
+    holders = onednn.matmul, onednn.conv, cuda.matmul, cudnn.conv
+    settings = tuple(_Setting(each, "fp32_precision", "ieee") for each in holders)
+    return settings[:2], settings
 
 
 _ON_CPU, _ON_DEVICES = _settings()
@@ -123,11 +116,11 @@ class FullPrecision:
 
     def __enter__(self) -> None:
         for setting, _ in self._lowered:
-            setting.write(setting.full)
+            setattr(setting.holder, setting.name, setting.full)
 
     def __exit__(self, *exception: object) -> None:
         for setting, value in self._lowered:
-            setting.write(value)
+            setattr(setting.holder, setting.name, value)
 
 
 _AS_IT_IS = FullPrecision(())
@@ -348,7 +341,8 @@ def _numbers_of(
     wide = torch.tensor(lengths, dtype=torch.float64)
     pairs = [each for each in chosen if len(each) > 1]
     places = [a for a, _ in pairs], [b for _, b in pairs], [i[0] for i in chosen if len(i) == 1]
-    return wide * _TRUSTED**2, wide.sqrt() * _LEAST_FACTOR, *map(_as_places, places)
+    chosen_places = (torch.tensor(each, dtype=torch.int64) for each in places)
+    return wide * _TRUSTED**2, wide.sqrt() * _LEAST_FACTOR, *chosen_places
 
 
 @functools.lru_cache(maxsize=64)
@@ -356,10 +350,6 @@ def _sums_of(blocks: tuple[int, ...]) -> Tensor:
     """Return the matrix that adds up so many columns, and so many next to them, and so on."""
     place = torch.arange(len(blocks)).repeat_interleave(torch.tensor(blocks))
     return torch.nn.functional.one_hot(place, len(blocks)).double()
-
-
-def _as_places(numbers: list[int]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64)
 
 
 def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:
