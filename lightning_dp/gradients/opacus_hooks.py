@@ -102,7 +102,7 @@ def _sampled(sampler: Callable[..., Any], layer: nn.Module, *tensors: Tensor) ->
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers with trained parameters of their own; what is in one without a rule is its."""
+    """Yield the layers that hold trained parameters; what is in one without a rule is its."""
     is_own = any(param.requires_grad for param in module.parameters(recurse=False))
     if is_own and type(module) not in (DPRNN, DPLSTM, DPGRU):
         yield module
