@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -131,9 +131,6 @@ class AbstractGradientEngine(ABC):
     has_products: ClassVar[bool] = False
     """True if :meth:`along` answers."""
 
-    keeps_compiled = False
-    """True if it is right about models of which frozen modules run compiled: it counts all uses."""
-
     one_record: ClassVar[bool] = False
     """True if records run alone, one after the other."""
 
@@ -256,33 +253,31 @@ class UncoveredParameterError(UnsupportedModelError):
         super().__init__(
             f"Parameters {list(names)} received a gradient but no gradient per record. They are used "
             "outside the forward() of the module that owns them (for a parameter directly on the "
-            "LightningModule: call self(x)), their module is in eval mode or compiled, or its "
-            f"layer is not called as a module, or training_step differentiates a gradient (a penalty "
-            "on it: clip the weights after the step instead). Move them into a separate layer. "
-            f"{ALONE}",
+            "LightningModule: call self(x)), their module is compiled, or its layer is not called as "
+            "a module, or training_step differentiates a gradient (a penalty on it: clip the weights "
+            f"after the step instead). Move them into a separate layer. {ALONE}",
             topic="unseen-use",
         )
 
 
-@contextmanager
-def as_unsupported(name: str, layer: nn.Module) -> Iterator[None]:
-    """Turn what code for gradients per record raises, inside, into a refusal that names the layer."""
-    try:
-        yield
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except UnsupportedModelError as error:
-        if name in error.text:
-            raise
-        raise UnsupportedModelError(f"{name}: {error.text}", topic=error.topic) from None
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"{name or 'The module'} ({type(layer).__name__}): per-record gradients cannot be "
-            f"computed from its calls ({type(error).__name__}). Give its parameters to layers of "
-            "torch.nn that are called with one tensor, records first, or freeze it with "
-            f"requires_grad_(False). {ALONE}",
-            topic="unsupported-layer",
-        ) from None  # torch's own words tell sizes of a batch, which is private
+def as_unsupported(error: Exception, name: str, layer: nn.Module) -> Exception:
+    """Return what code for gradients per record raised as a refusal that names the layer.
+
+    It is to be raised ``from None``: torch's own words tell sizes of a batch, which is private.
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return error
+    if isinstance(error, UnsupportedModelError):
+        is_named = name in error.text
+        text = f"{name}: {error.text}"
+        return error if is_named else UnsupportedModelError(text, topic=error.topic)
+    return UnsupportedModelError(
+        f"{name or 'The module'} ({type(layer).__name__}): per-record gradients cannot be "
+        f"computed from its calls ({type(error).__name__}). Give its parameters to layers of "
+        "torch.nn that are called with one tensor, records first, or freeze it with "
+        f"requires_grad_(False). {ALONE}",
+        topic="unsupported-layer",
+    )
 
 
 def number_of_records(rows_seen: Collection[int]) -> int:

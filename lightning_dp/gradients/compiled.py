@@ -48,7 +48,7 @@ class CompiledParts:
     Args:
         module: the whole model.
         params: the trained parameters.
-        keeps_frozen: the engine is right about models of which frozen parts are compiled.
+        keeps_frozen: frozen parts may run compiled; under vmap they cannot.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class CompiledParts:
         stance = _stance("force_eager")
         self._before = stance.prev
         try:
-            with stance, self._hooks.on():
+            with stance, self._hooks:
                 yield
         finally:
             self._before = None
