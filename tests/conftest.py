@@ -226,6 +226,7 @@ def once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 _ACCOUNTED = (
     (GridSearch, "worst_direction", once(GridSearch.worst_direction)),
+    (GridSearch, "profile", once(GridSearch.profile)),
     (CurveSearch, "values", once(CurveSearch.values)),
 )
 

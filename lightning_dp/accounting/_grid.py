@@ -14,7 +14,7 @@ these turn out to be poor for a length, it starts another group. Every value car
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -148,6 +148,31 @@ class GridSearch:
         if self.relation != "replace_one":
             value = max(value, replace(self, backward=True).value(merged, value))
         return value
+
+    def profile(self, steps: Steps, epsilons: Sequence[float]) -> list[float]:
+        """Return bounds of delta at each epsilon, all read from the grid of the target's epsilon."""
+        merged = _merge_full_batch(steps)
+        values = self._profile(merged, epsilons)
+        if self.relation != "replace_one":
+            backward = replace(self, backward=True)._profile(merged, epsilons)
+            values = [max(both) for both in zip(values, backward, strict=True)]
+        return values
+
+    def _profile(self, steps: Steps, epsilons: Sequence[float]) -> list[float]:
+        assert self.target.epsilon is not None
+        mixture = self.rough(steps)
+        plan, value = self.settle(mixture, 0.0)
+        # Delta falls with epsilon.
+        bounds = [value if epsilon >= self.target.epsilon else 1.0 for epsilon in epsilons]
+        if plan.is_too_long:
+            return bounds
+        if steps.counts.size > _EXACT:
+            mixture = self.fine(steps, plan, _ALL_POINTS)
+        composed = compose(mixture, self.maker(mixture, plan), plan.grid)
+        return [
+            min(bound, composed.delta(epsilon))
+            for bound, epsilon in zip(bounds, epsilons, strict=True)
+        ]
 
     def value(self, steps: Steps, least: float) -> float:
         """Return the value of merged steps, or a lower one if it is at most ``least``."""

@@ -189,10 +189,7 @@ class AbstractGradientEngine(ABC):
         return nullcontext()
 
     def outputs_of_layers(self) -> Collection[Any]:
-        """Return the graph nodes that made the outputs of trained layers in the last forward pass.
-
-        Full backward hooks on modules show by themselves where their outputs are.
-        """
+        """Return the graph nodes that made the outputs of trained layers in the last forward pass."""
         return ()
 
     _found: Callable[[float], AbstractPerSampleGradients] | None = None  # of a backward pass

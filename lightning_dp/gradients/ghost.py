@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -89,15 +90,8 @@ class GhostClipping(AbstractLayerEngine):
             raise UnsupportedModelError(
                 _SEVERAL if combined else _NEEDED, topic="unsupported-model"
             )
-        passes = _Passes(self, self._params, loss, calls)
-        squares: dict[int, list[Tensor]] = {}
-
-        def add(place: int, records: slice, gradients: ParameterGradients) -> None:
-            squares.setdefault(place, []).append(gradients.squared_norms())
-
-        passes.run(add, keep=True)
-        norms = {place: torch.cat(parts) for place, parts in squares.items()}
-        self._found = partial(GhostGradients, self._params, passes, norms)
+        found = GhostGradients(self, self._params, loss, calls)
+        self._found = partial(found.times, keep=False)
 
 
 class _Save(torch.autograd.Function):
@@ -133,8 +127,15 @@ class _SavedInputs(KeptInputs):
             return None
 
 
-class _Passes:
-    """Backward passes through one graph, which hand over each parameter's gradients when whole."""
+class GhostGradients(AbstractPerSampleGradients):
+    """Gradients per record of which one backward pass leaves the norms; all else takes another pass.
+
+    Args:
+        engine: recorded the calls.
+        params: the trained parameters, in the order of flat vectors.
+        loss: the mean over the records.
+        calls: that it depends on.
+    """
 
     def __init__(
         self,
@@ -143,15 +144,90 @@ class _Passes:
         loss: Tensor,
         calls: Sequence[Call],
     ) -> None:
-        self._engine, self._params = engine, params
+        self._engine, self._params, self._keep = engine, params, False
         self._graph: tuple[Tensor, Sequence[Call]] | None = loss, calls
         self._place_of = {id(param): place for place, param in enumerate(params)}
         self._calls_of = Counter(place for call in calls for place in self._used_by(call))
-        self._to_come, self._found = Counter[int](), dict[int, list[Use]]()  # of this pass
-        self._is_first = True
+        squares: dict[int, list[Tensor]] = {}
 
-    def run(self, done: Done, *, keep: bool) -> None:
-        """Go back once; without ``keep`` the graph is free where the pass has been."""
+        def add(place: int, records: slice, gradients: ParameterGradients) -> None:
+            squares.setdefault(place, []).append(gradients.squared_norms())
+
+        self._go_back(loss, calls, add, keep=True)
+        self._squares = {place: torch.cat(parts) for place, parts in squares.items()}
+        self._count = number_of_records({len(each) for each in self._squares.values()})
+        self._factor: float = self._count
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def norms(self) -> Tensor:
+        norms: Tensor = torch.linalg.vector_norm(self.norms_by_parameter(), dim=1)
+        return norms
+
+    def norms_by_parameter(self) -> Tensor:
+        like = next(iter(self._squares.values()), torch.zeros(0, dtype=torch.float64))
+        norms = like.new_zeros(self._count, len(self._params))
+        for place, squares in self._squares.items():
+            norms[:, place] = squares.sqrt() * abs(self._factor)
+        return where_used(norms, self._params[0].device)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        total = flat_zeros(self._params)
+        self.add_weighted_sum(weights, total)
+        return total
+
+    def add_weighted_sum(self, weights: Tensor, onto: Tensor) -> None:
+        weights = weights * self._factor
+        dtype = torch.promote_types(self._params[0].dtype, torch.float32)
+        parts = parts_of(onto, self._params)
+
+        def add(place: int, records: slice, gradients: ParameterGradients) -> None:
+            again, first = gradients.squared_norms(), self._squares[place][records]
+            # Where norms are larger now, they are brought back to the first ones.
+            ratio = (first / again).sqrt().nan_to_num(nan=0.0, posinf=0.0)
+            shares = where_used(torch.where(again <= first, 1.0, ratio), weights.device)
+            own = weights[records] if weights.dim() == 1 else weights[records, place]
+            own, kept, left_out = without_zeros(own * shares)
+            gradients.add_weighted_sum(own.to(dtype), parts[place], kept, left_out)
+
+        self._once_more(add, keep=self._keep)
+
+    def discard(self) -> None:
+        self._graph = None
+
+    def restrict(self, coordinates: Tensor) -> MaterialisedGradients:
+        chosen = list(places_in(coordinates, self._params))
+        parts = [
+            flat_zeros([param], self._count * len(places)).view(self._count, len(places))
+            for param, places in zip(self._params, chosen, strict=True)
+        ]
+
+        def look(place: int, records: slice, gradients: ParameterGradients) -> None:
+            if len(chosen[place]):
+                parts[place][records] = gradients.entries(chosen[place]).to(parts[place])
+
+        self._once_more(look, keep=True)
+        return restricted(parts, self._factor)
+
+    def combine(
+        self, weight: float, others: Sequence[tuple[float, AbstractPerSampleGradients]]
+    ) -> GhostGradients:
+        if others:
+            raise TypeError("Gradients of which only the norms are known cannot be combined.")
+        return self.times(weight, keep=True)
+
+    def times(self, weight: float, *, keep: bool) -> GhostGradients:
+        """Return all of them times a number; ``keep`` if the graph is needed after their sum."""
+        found = copy(self)
+        found._factor, found._keep = weight * self._factor, keep
+        return found
+
+    # -- backward passes ---------------------------------------------------------------------------
+
+    def _once_more(self, done: Done, *, keep: bool) -> None:
+        """Go back again; without ``keep`` the graph is free where the pass has been."""
         if self._graph is None:
             raise RefusedRun(
                 "weighted_sum() may be called once; it frees the graph.", topic="out-of-order"
@@ -159,22 +235,21 @@ class _Passes:
         loss, calls = self._graph
         if not keep:
             self._graph = None
-        self._to_come, self._found = Counter(self._calls_of), {}
-        self._precision = full_precision(loss.device)
-        arrived = partial(self._arrived, done, keep)
         try:
-            with self._engine.repeating(), as_written():
-                go_back(loss, calls, arrived, keep_graph=keep)
+            self._go_back(loss, calls, done, keep=keep)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            if self._is_first:
-                raise
             # Torch's own words tell sizes of a batch, which is private.
             raise UnsupportedModelError(
                 _ONCE.format(type(error).__name__), topic="unsupported-model"
             ) from None
-        self._is_first = False
+
+    def _go_back(self, loss: Tensor, calls: Sequence[Call], done: Done, *, keep: bool) -> None:
+        self._to_come, self._found = Counter(self._calls_of), dict[int, list[Use]]()
+        self._precision = full_precision(loss.device)
+        with self._engine.repeating(), as_written():
+            go_back(loss, calls, partial(self._arrived, done, keep), keep_graph=keep)
 
     @torch.no_grad()
     def _arrived(self, done: Done, keep: bool, call: Call, gradient: Tensor | None) -> None:
@@ -222,10 +297,6 @@ class _Passes:
         with self._precision:
             done(place, records, ParameterGradients(uses, shape, None, Allowance(_ROWS)))
 
-    def close(self) -> None:
-        """Free the graph."""
-        self._graph = None
-
 
 def _slices(count: int, tensors: Sequence[Tensor]) -> list[slice]:
     """Return the records in slices whose parts of the tensors take no more than is allowed."""
@@ -233,90 +304,3 @@ def _slices(count: int, tensors: Sequence[Tensor]) -> list[slice]:
     each = sum(tensor.nbytes for tensor in tensors) // (count or 1)
     size = max(1, most // (each or 1))
     return [slice(start, start + size) for start in range(0, count, size)]
-
-
-class GhostGradients(AbstractPerSampleGradients):
-    """Gradients per record of which the norms are known; all else takes another backward pass.
-
-    Args:
-        params: the trained parameters, in the order of flat vectors.
-        passes: through the graph of the loss, the mean over the records.
-        squares: the squared norms that the first one found, by the place of the parameter.
-        scale: multiplies all of them.
-        keep: the graph is needed after the sum.
-    """
-
-    def __init__(
-        self,
-        params: Sequence[Tensor],
-        passes: _Passes,
-        squares: Mapping[int, Tensor],
-        scale: float,
-        *,
-        keep: bool = False,
-    ) -> None:
-        self._params, self._passes, self._squares, self._keep = params, passes, squares, keep
-        self._count = number_of_records({len(each) for each in squares.values()})
-        self._scale, self._factor = scale, scale * self._count
-
-    @property
-    def count(self) -> int:
-        return self._count
-
-    def norms(self) -> Tensor:
-        norms: Tensor = torch.linalg.vector_norm(self.norms_by_parameter(), dim=1)
-        return norms
-
-    def norms_by_parameter(self) -> Tensor:
-        like = next(iter(self._squares.values()), torch.zeros(0, dtype=torch.float64))
-        norms = like.new_zeros(self._count, len(self._params))
-        for place, squares in self._squares.items():
-            norms[:, place] = squares.sqrt() * abs(self._factor)
-        return where_used(norms, self._params[0].device)
-
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        total = flat_zeros(self._params)
-        self.add_weighted_sum(weights, total)
-        return total
-
-    def add_weighted_sum(self, weights: Tensor, onto: Tensor) -> None:
-        weights = weights * self._factor
-        dtype = torch.promote_types(self._params[0].dtype, torch.float32)
-        parts = parts_of(onto, self._params)
-
-        def add(place: int, records: slice, gradients: ParameterGradients) -> None:
-            again, first = gradients.squared_norms(), self._squares[place][records]
-            # Where norms are larger now, they are brought back to the first ones.
-            ratio = (first / again).sqrt().nan_to_num(nan=0.0, posinf=0.0)
-            shares = where_used(torch.where(again <= first, 1.0, ratio), weights.device)
-            own = weights[records] if weights.dim() == 1 else weights[records, place]
-            own, kept, left_out = without_zeros(own * shares)
-            gradients.add_weighted_sum(own.to(dtype), parts[place], kept, left_out)
-
-        self._passes.run(add, keep=self._keep)
-
-    def discard(self) -> None:
-        self._passes.close()
-
-    def restrict(self, coordinates: Tensor) -> MaterialisedGradients:
-        chosen = list(places_in(coordinates, self._params))
-        parts = [
-            flat_zeros([param], self._count * len(places)).view(self._count, len(places))
-            for param, places in zip(self._params, chosen, strict=True)
-        ]
-
-        def look(place: int, records: slice, gradients: ParameterGradients) -> None:
-            if len(chosen[place]):
-                parts[place][records] = gradients.entries(chosen[place]).to(parts[place])
-
-        self._passes.run(look, keep=True)
-        return restricted(parts, self._factor)
-
-    def combine(
-        self, weight: float, others: Sequence[tuple[float, AbstractPerSampleGradients]]
-    ) -> GhostGradients:
-        if others:
-            raise TypeError("Gradients of which only the norms are known cannot be combined.")
-        return GhostGradients(
-            self._params, self._passes, self._squares, weight * self._scale, keep=True
-        )

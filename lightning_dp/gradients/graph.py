@@ -219,10 +219,9 @@ _CHOICES = _names(
     "UnsafeSplitWithSizes Unbind PackPaddedSequence"
 )
 _WHOLES = _names("Stack Cat IndexPut IndexCopy IndexAdd Scatter ScatterAdd CopySlices")
-_HOOK = "BackwardHookFunction"  # a module's full backward hooks: an identity
-_MOVES = (_CHOICES | _WHOLES | {_HOOK}) | _names(
-    "ToCopy Clone Copy Alias View UnsafeView ReshapeAlias AsStrided Squeeze Unsqueeze Expand Repeat "
-    "Permute Transpose T Flip Roll Diagonal ConstantPadNd AccumulateGrad"
+_MOVES = (_CHOICES | _WHOLES) | _names(  # a full backward hook of a module is an identity
+    "BackwardHookFunction ToCopy Clone Copy Alias View UnsafeView ReshapeAlias AsStrided Squeeze "
+    "Unsqueeze Expand Repeat Permute Transpose T Flip Roll Diagonal ConstantPadNd AccumulateGrad"
 )
 _NLL = _names("NllLoss NllLoss2D")
 _LINEAR = (_MOVES | _NLL) | _names("Add Sub Rsub Neg Sum Mean Cumsum Trace")
@@ -285,8 +284,7 @@ class _Walk:
             met.add(node)
             variable = getattr(node, "variable", None)
             is_data = variable is not None and not isinstance(variable, nn.Parameter)
-            is_output = node in self._outputs or _name(node) == _HOOK
-            if is_output or (is_data and self._rows(node, 0)):
+            if node in self._outputs or (is_data and self._rows(node, 0)):
                 return True
             todo += [each for each, _ in _above(node)]
         self._constant |= met

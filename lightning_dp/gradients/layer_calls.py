@@ -81,7 +81,7 @@ class AbstractLayerEngine(AbstractGradientEngine):
         self._owners: RowOwners | None = None  # of the samples that run
         self.drop()
         trained = {id(param) for param in params}
-        rules = _rules_of_layers(module, trained, units)
+        rules = self._rules(trained, units)
         # Along a direction other tensors stand in the places of the parameters.
         self._held = {layer: tuple(layer._parameters.values()) for layer in rules}
         self._used = {layer: [id(param) for param in _used_by(layer)] for layer in rules}
@@ -91,6 +91,20 @@ class AbstractLayerEngine(AbstractGradientEngine):
             register = partial(layer.register_forward_hook, prepend=True, with_kwargs=True)
             self._hooks.add(layer, register, partial(type(self)._watch, me, rule))
         self._whole.hang_on(self._hooks)
+
+    def _rules(self, trained: Collection[int], units: bool) -> dict[nn.Module, Rule | None]:
+        """Return the layers whose calls use trained parameters, with their rules; None for shards."""
+        found: dict[nn.Module, Rule | None] = {}
+        for layer, name in self._names.items():
+            if not any(id(param) in trained for param in layer.parameters()):
+                continue
+            rule = rule_of(layer)
+            own = [param for param in own_parameters(layer) if id(param) in trained]
+            is_known = rule is not None or units or is_unit(layer)
+            refuse_options(name, layer, has_rule=is_known, has_own=bool(own))
+            if own:
+                found[layer] = rule
+        return found
 
     def drop(self) -> None:
         super().drop()
@@ -216,23 +230,6 @@ def _used_by(layer: nn.Module) -> list[Any]:
         return list(own_parameters(layer))
     found = (getattr(layer, name, None) for name in ("weight", "bias"))
     return [param for param in found if param is not None]
-
-
-def _rules_of_layers(
-    module: nn.Module, trained: Collection[int], units: bool
-) -> dict[nn.Module, Rule | None]:
-    """Return the layers whose calls use trained parameters, with their rules; None for shards."""
-    found: dict[nn.Module, Rule | None] = {}
-    for name, layer in module.named_modules():
-        if not any(id(param) in trained for param in layer.parameters()):
-            continue
-        rule = rule_of(layer)
-        own = [param for param in own_parameters(layer) if id(param) in trained]
-        is_known = rule is not None or units or is_unit(layer)
-        refuse_options(name, layer, has_rule=is_known, has_own=bool(own))
-        if own:
-            found[layer] = rule
-    return found
 
 
 class LayerCalls(AbstractLayerEngine):

@@ -1,155 +1,113 @@
-"""Opacus' own per-sample gradients, for comparison: its hooks and rules, on a model left as it is."""
+"""Opacus' own per-sample gradients, for comparison: its rules of layers in the place of ours."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from copy import copy
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from opacus.grad_sample.functorch import prepare_layer
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
-from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS as OF_PARAMETERS
 from opacus.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention
 from opacus.validators.module_validator import ModuleValidator
 from torch import Tensor, nn
 
 from lightning_dp.functional import as_rows, full_precision
 from lightning_dp.gradients.base import (
-    AbstractGradientEngine,
     UncoveredParameterError,
     UnsupportedModelError,
     as_unsupported,
     number_of_records,
-    refuse_complex,
-    refuse_without_records,
 )
-from lightning_dp.gradients.batches import folding_in_force
-from lightning_dp.gradients.module_hooks import ModuleHooks
+from lightning_dp.gradients.bilinear import Rows, Uses
+from lightning_dp.gradients.calls import Call, go_back
+from lightning_dp.gradients.graph import Survey
+from lightning_dp.gradients.layer_calls import AbstractLayerEngine
 from lightning_dp.gradients.parameter_sum import MaterialisedGradients
+from lightning_dp.gradients.rules import Rule
+from lightning_dp.gradients.sharded import run_again
 
 __all__ = ["OpacusHooks"]
 
-_ATTRIBUTES = {"activations", "max_batch_len", "ft_compute_sample_grad", *OF_PARAMETERS}
 
-
-class _Hooks(GradSampleHooks):  # type: ignore[misc]
-    """Opacus' hooks, of which model and copies hold nothing while none of them runs."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.hooks, self.is_live, self.rows = ModuleHooks(), False, list[int]()
-        self.kept = dict[Any, dict[str, Any]]()  # what stands on layers and parameters otherwise
-        self.names = {layer: name for name, layer in module.named_modules()}
-        try:
-            super().__init__(module, strict=False)
-        finally:
-            self._take_off(*module.modules(), *module.parameters())
-        self.fresh = _copied(self.kept)
-
-    def add_hooks(self, *, force_functorch: bool = False, **how: Any) -> None:
-        found = dict.fromkeys(self.iterate_submodules(self._module))
-        layers = [each for each in found if type(each) not in (DPRNN, DPLSTM, DPGRU)]
-        for layer in layers:
-            with as_unsupported(self.names[layer], layer):
-                if type(layer) not in self.GRAD_SAMPLERS:
-                    prepare_layer(layer)
-        for layer in layers:
-            self.hooks.add(layer, layer.register_forward_hook, self.capture_activations_hook)
-            back = partial(self.capture_backprops_hook, **how)
-            self.hooks.add(layer, layer.register_full_backward_hook, back)
-        self.enable_hooks()
-
-    def capture_activations_hook(self, module: nn.Module, given: Any, output: Any) -> None:
-        is_packed = vars(module).pop("max_batch_len", None) is not None  # as Opacus' layers tell
-        if not torch.is_grad_enabled():
-            return
-        if is_packed or folding_in_force() is not None:
-            raise UnsupportedModelError(
-                f"{self.names[module] or type(module).__name__} was called inside rows_of_records() or "
-                "with packed sequences: Opacus takes rows for records. Use engine='auto'.",
-                topic="opacus-hooks",
-            )
-        with self._on(module):
-            refuse_without_records(self.names[module], module, next(iter(given), None))
-            super().capture_activations_hook(module, given, output)
-
-    def capture_backprops_hook(self, module: nn.Module, given: Any, back: Any, **how: Any) -> None:
-        if self.is_live:
-            with self._on(module):
-                super().capture_backprops_hook(module, given, back, **how)
-
-    def rearrange_grad_samples(self, **how: Any) -> tuple[list[Tensor], Tensor]:
-        activations, backprops = super().rearrange_grad_samples(**how)
-        self.rows.append(len(activations[-1]))  # to calls with fewer, Opacus adds rows of zeros
-        return [each.contiguous() for each in activations], backprops.contiguous()  # as rules want
-
-    @contextmanager
-    def _on(self, layer: nn.Module) -> Iterator[None]:
-        for owner in (owners := (layer, *layer.parameters())):
-            vars(owner).update(self.kept[owner])
-        try:
-            with as_unsupported(self.names[layer], layer):
-                yield
-        finally:
-            self._take_off(*owners)
-
-    def _take_off(self, *owners: Any) -> None:
-        for owner in owners:
-            has = vars(owner)
-            self.kept[owner] = {name: has.pop(name) for name in _ATTRIBUTES & has.keys()}
-
-
-class OpacusHooks(AbstractGradientEngine):
-    """The hooks of Opacus' ``GradSampleModule``: one gradient per record and parameter in memory.
+class OpacusHooks(AbstractLayerEngine):
+    """The rules of Opacus' ``GradSampleModule``: one gradient per record and parameter in memory.
 
     Refused is what its validators refuse; gradients whose mean over the records is not the ordinary
     gradient; and records in another dimension or order, which no mean shows.
     """
 
     name = "hooks"
+    keeps_compiled = False
 
-    def __init__(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-        super().__init__(module, params)
-        _refuse_layers(module)
-        refuse_complex(module, params)
-        names = {param: name for name, param in module.named_parameters()}
-        self._opacus, self._names = _Hooks(module), [names[param] for param in params]
+    def _rules(self, trained: Collection[int], units: bool) -> dict[nn.Module, Rule | None]:
+        _refuse_layers(self._module)
+        samplers = GradSampleHooks.GRAD_SAMPLERS
+        return {
+            layer: partial(_sampled, samplers[type(layer)])
+            if type(layer) in samplers
+            else run_again
+            for layer in _layers(self._module)
+        }
 
-    def watching(self) -> AbstractContextManager[None]:
-        return self._opacus.hooks.on()
+    def _watch(self, rule: Any, layer: nn.Module, *call: Any) -> None:
+        # Opacus' recurrent layers tell so of packed sequences, whose records are in another order.
+        if vars(layer).pop("max_batch_len", None) is not None and torch.is_grad_enabled():
+            raise UnsupportedModelError(
+                f"{self._names[layer]} was called with packed sequences, where Opacus takes rows for "
+                "records. Use engine='auto'.",
+                topic="opacus-hooks",
+            )
+        super()._watch(rule, layer, *call)
+
+    def _refuse_uncovered(self, calls: Sequence[Call], graph: Survey) -> None:
+        """Leave it to the means: a layer without a rule may use a parameter any number of times."""
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
-        opacus, params = self._opacus, self._params
-        opacus.is_live, opacus.rows = True, []
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Full backward hook is firing")
-                plain = torch.autograd.grad(loss, params, None, keep_graph, allow_unused=True)
-            rows = [opacus.kept[param].get("grad_sample") for param in params]
-            pairs = dict(zip(self._names, zip(rows, plain, strict=True), strict=True))
-            self._found = partial(self._checked, pairs)
-        finally:
-            opacus.is_live, opacus.kept = False, _copied(opacus.fresh)
+        self._found, calls = None, self.calls_of(loss)
+        found, counts, types = dict[Any, Tensor](), set[int](), set[torch.dtype]()
 
-    def _checked(self, found: Mapping[str, tuple[Any, Any]], scale: float) -> MaterialisedGradients:
-        """Return the rows, whose means must be the ordinary gradients."""
-        used = {name: pair for name, pair in found.items() if pair[1] is not None}
-        if missing := [name for name, (rows, _) in used.items() if not isinstance(rows, Tensor)]:
-            raise UncoveredParameterError(missing)
-        if number_of_records(self._opacus.rows):
-            _refuse_wrong_means(used)
-        return MaterialisedGradients(self._params, [rows for rows, _ in found.values()], scale)
+        def done(call: Call, gradient: Tensor | None) -> None:
+            inputs = call.take_inputs()
+            if gradient is None:
+                return
+            types.add(gradient.dtype)
+            with as_unsupported(call.name, call.layer):
+                for param, use in call.uses(*inputs, gradient):
+                    counts.add(len(use.u))
+                    found[param] = found[param] + use.u if param in found else use.u
 
-    def drop(self) -> None:
-        super().drop()
-        self._opacus.kept = _copied(self._opacus.fresh)
+        with self._recording("nothing"):
+            plain, _ = go_back(loss, calls, done, keep_graph=keep_graph, others=self._params)
+        rows = [found.get(param) for param in self._params]
+
+        def gradients(scale: float) -> MaterialisedGradients:
+            """Return the rows, whose sums must be the ordinary gradients of the mean loss."""
+            names = [self._param_names[id(param)] for param in self._params]
+            used = [x for x in zip(names, rows, plain, strict=True) if x[2] is not None]
+            if missing := [name for name, of_each, _ in used if of_each is None]:
+                raise UncoveredParameterError(missing)
+            if n := number_of_records(counts):
+                _refuse_wrong_sums(used, types)
+            return MaterialisedGradients(self._params, rows, scale * n)
+
+        self._found = gradients
 
 
-def _copied(kept: Mapping[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
-    return {each: {name: copy(value) for name, value in has.items()} for each, has in kept.items()}
+def _sampled(sampler: Callable[..., Any], layer: nn.Module, *tensors: Tensor) -> Uses:
+    *inputs, gradient = (each.contiguous() for each in tensors)  # as Opacus' rules want
+    return [(p, Rows.use(rows)) for p, rows in sampler(layer, inputs, gradient).items()]
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the layers with trained parameters of their own; what is in one without a rule is its."""
+    is_own = any(param.requires_grad for param in module.parameters(recurse=False))
+    if is_own and type(module) not in (DPRNN, DPLSTM, DPGRU):
+        yield module
+        if type(module) not in GradSampleHooks.GRAD_SAMPLERS:
+            return
+    for part in module.children():
+        yield from _layers(part)
 
 
 def _refuse_layers(module: nn.Module) -> None:
@@ -170,16 +128,19 @@ def _refuse_layers(module: nn.Module) -> None:
         )
 
 
-def _refuse_wrong_means(pairs: Mapping[str, tuple[Any, Any]]) -> None:
-    """Refuse rows whose mean is not the ordinary gradient, by public tolerances; not NaN and inf."""
-    rough = any(rows.dtype.itemsize < 4 or rows.device.type != "cpu" for rows, _ in pairs.values())
+def _refuse_wrong_sums(
+    used: Sequence[tuple[str, Any, Any]], types: Collection[torch.dtype]
+) -> None:
+    """Refuse rows whose sum is not the ordinary gradient, by public tolerances; not NaN and inf."""
+    names, rows, plain = zip(*used, strict=True)
+    rough = any(each.itemsize < 4 for each in types) or any(not each.is_cpu for each in rows)
     rough |= torch.is_autocast_enabled("cpu") or full_precision(torch.device("cpu")).changes_any
     part, whole = (5e-2, 1e-3) if rough else (1e-3, 1e-5)
-    means = [(as_rows(rows).float(), plain.to_dense().flatten()) for rows, plain in pairs.values()]
-    far = torch.stack([(rows.mean(0) - plain).norm() for rows, plain in means])
-    lengths = torch.stack([rows.norm(dim=1).mean() for rows, _ in means])
+    pairs = [(as_rows(r).float(), p.to_dense().flatten()) for r, p in zip(rows, plain, strict=True)]
+    far = torch.stack([(r.sum(0) - p).norm() for r, p in pairs])
+    lengths = torch.stack([r.norm(dim=1).sum() for r, _ in pairs])
     is_wrong = (far > part * lengths + whole * lengths.nan_to_num(0.0).norm()).tolist()
-    if wrong := [name for name, is_far in zip(pairs, is_wrong, strict=True) if is_far]:
+    if wrong := [name for name, is_far in zip(names, is_wrong, strict=True) if is_far]:
         raise UnsupportedModelError(
             f"The mean of Opacus' gradients per record is not the ordinary gradient of {wrong[:5]}: "
             "they are used outside of their layers, or Opacus mistakes one. Use engine='auto'.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,8 +17,16 @@ from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients.base import UnsupportedModelError, is_flat_sharded, is_fully_sharded
 from lightning_dp.gradients.bilinear import Rows, Uses
 from lightning_dp.gradients.module_hooks import ModuleHooks
+from lightning_dp.gradients.parameter_sum import at_least_float32
 
-__all__ = ["WholeParameters", "is_unit", "refuse_other_shards", "shards_at_point", "unit_rule"]
+__all__ = [
+    "WholeParameters",
+    "is_unit",
+    "refuse_other_shards",
+    "run_again",
+    "shards_at_point",
+    "unit_rule",
+]
 
 
 def refuse_other_shards(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
@@ -187,26 +195,32 @@ class _Forward(nn.Module):
 
 
 def unit_rule(layer: nn.Module) -> Callable[..., Uses]:
-    """Return the rule of one call of such a layer: its forward pass again, for each record alone.
+    """Return the rule of one call of such a layer, with the whole parameters of now.
 
-    The whole parameters of now are kept, since torch lets go of them.
+    They are kept, since torch lets go of them.
     """
-    held = {
-        f"layer.{name}": p.detach().clone()
-        for name, p in layer._parameters.items()
-        if p is not None
-    }
+    own = {name: p.detach().clone() for name, p in layer._parameters.items() if p is not None}
+    return partial(run_again, held=own)
 
-    def rule(layer: nn.Module, *tensors: Tensor) -> Uses:
-        def of_record(*parts: Tensor) -> dict[str, Tensor]:
-            *inputs, gradient = (part.unsqueeze(0) for part in parts)
-            run = partial(functional_call, _Forward(layer), args=tuple(inputs))
-            pulled: Any = vjp(run, held)
-            output, back = pulled
-            (found,) = back(gradient.to(output.dtype))
-            return dict(found)
 
-        rows = torch.vmap(of_record)(*tensors)
-        return [(layer._parameters[key[6:]], Rows.use(each.float())) for key, each in rows.items()]
+def run_again(layer: nn.Module, *tensors: Tensor, held: Mapping[str, Tensor] | None = None) -> Uses:
+    """Return the uses of a layer's parameters from its forward pass again, for each record alone.
 
-    return rule
+    Args:
+        layer: was called with the tensors but the last, the gradient of its output.
+        tensors: have records first.
+        held: its parameters by name; None if they are what the layer has.
+    """
+    named = dict(layer.named_parameters()) if held is None else held
+    values = {f"layer.{name}": param.detach() for name, param in named.items()}
+
+    def of_record(*parts: Tensor) -> dict[str, Tensor]:
+        *inputs, gradient = (part.unsqueeze(0) for part in parts)
+        pulled: Any = vjp(partial(functional_call, _Forward(layer), args=tuple(inputs)), values)
+        output, back = pulled
+        (found,) = back(gradient.to(output.dtype))
+        return dict(found)
+
+    rows = torch.vmap(of_record)(*tensors)
+    uses = [(name, Rows.use(at_least_float32(rows[f"layer.{name}"]))) for name in named]
+    return [(layer.get_parameter(name), use) for name, use in uses]

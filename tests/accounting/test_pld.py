@@ -73,13 +73,39 @@ def test_one_step_is_the_hockey_stick_of_the_subsampled_gaussian(oracle, z, q, r
     relation=st.sampled_from(RELATIONS),
 )
 def test_two_steps_are_the_quadrature(oracle, steps, relation):
-    events = [P(*step) for step in steps]
-    for at in (0.2, 1.5, 5.0):
+    events, points = [P(*step) for step in steps], (0.2, 1.5, 5.0)
+    profile = PLDAccountant().profile([(event, 1) for event in events], points, relation)
+    for at, read in zip(points, profile, strict=True):
         exact = oracle.exact_delta(at, steps, relation)
         if exact > 1e-12:
             assert exact * (1 - 1e-9) <= delta(events, at, relation) <= exact * 1.01
+            assert exact * (1 - 1e-9) <= read <= exact * 1.02
     exact = oracle.exact_epsilon(1e-5, steps, relation)
     assert exact * (1 - 1e-9) <= epsilon(events, 1e-5, relation) <= exact * 1.0005 + 1e-6
+
+
+DECLARED = ApproximateDP(0.5, 1e-6, "add_remove", "a histogram")
+PROFILED = {
+    "sampled": [(P(1.0, 0.01), 1000)],
+    "many": [(P(1 + i / 100, 0.02), 3) for i in range(40)],
+    "beside full batches": [(P(3.0, 0.3), 300), (Gaussian(8.0), 5)],
+    "full batches": [(Gaussian(8.0), 5)],
+    "declared": [(P(1.0, 0.01), 1000), (DECLARED, 1)],
+    "declared alone": [(DECLARED, 1)],
+    "no noise": [(P(0.0, 0.01), 1)],
+    "little noise": [(P(0.02, 1e-4), 10)],
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+@pytest.mark.parametrize("history", PROFILED.values(), ids=PROFILED)
+def test_a_profile_is_close_to_delta_at_each_of_its_points(history, relation):
+    points = (0.0, 0.4, 0.8, 2.0, 5.0)
+    single = [delta(history, at, relation) for at in points]
+    read = PLDAccountant().profile(history, points, relation)
+    assert read == pytest.approx(single, rel=0.02, abs=1e-15)
+    assert read[::4] == pytest.approx(single[::4], rel=1e-3, abs=1e-15)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -97,9 +123,11 @@ def test_each_direction_is_the_hockey_stick_of_its_pair(oracle, backward):
 
 @pytest.mark.parametrize("worse", [False, True])
 def test_the_worse_direction_counts(monkeypatch, worse):
-    monkeypatch.setattr(
-        GridSearch, "value", lambda self, *_: 0.2 if self.backward == worse else 0.1
-    )
+    def value(search, *_):
+        return 0.2 if search.backward == worse else 0.1
+
+    monkeypatch.setattr(GridSearch, "value", value)
+    monkeypatch.setattr(GridSearch, "_profile", lambda search, *_: [value(search)])
     assert delta(P(0.1, 0.5), 0.5) == epsilon(P(0.1, 0.5), 1e-5) == 0.2
 
 

@@ -90,7 +90,8 @@ def test_what_opacus_refuses_is_refused_and_the_model_left_as_it_was(
 def test_hooks_refuse_packed_sequences_where_there_is_a_gradient(oracle):
     module = DPLSTM(6, 3, batch_first=True)
     packed = pack_padded_sequence(torch.randn(2, 3, 6), [1, 3], True, enforce_sorted=False)
-    with OpacusHooks(module, oracle.trained(module)).watching():
+    engine = OpacusHooks(module, oracle.trained(module))
+    with engine.watching():
         with torch.no_grad():
             module(packed)
         with pytest.raises(UnsupportedModelError, match="packed"):
@@ -103,9 +104,7 @@ def applied(layer: Callable[[], nn.Module], call: Callable[..., Tensor]) -> nn.M
 
 
 LINEAR = lambda: nn.Linear(6, 3)  # noqa: E731
-PARTS = {  # of which Opacus sees a part, or mistakes one
-    "two inputs": (lambda: nn.Bilinear(6, 6, 3), lambda layer, x: layer(x, x)),
-    "two states": (lambda: nn.GRUCell(6, 4), lambda cell, x: cell(x, x.new_zeros(len(x), 4))),
+PARTS = {  # of which Opacus' rules see a part, or mistake one
     "a name": (LINEAR, lambda layer, x: layer(input=x)),
     "outside too": (LINEAR, lambda layer, x: layer(x) + 0.1 * x @ layer.weight.t()),
     "more": (
@@ -114,6 +113,18 @@ PARTS = {  # of which Opacus sees a part, or mistakes one
         lambda: nn.Conv1d(2, 3, 3, padding_mode="circular", padding=1),
         lambda layer, x: layer(x.view(-1, 2, 3)).flatten(1)),
 }  # fmt: skip
+
+
+def test_layers_that_opacus_has_no_rule_of_run_again(oracle):
+    for layer, call in (
+        (lambda: nn.Bilinear(6, 6, 3), lambda layer, x: layer(x, x)),
+        (lambda: nn.GRUCell(6, 4), lambda cell, x: cell(x, x.new_zeros(len(x), 4))),
+    ):
+        torch.manual_seed(0)
+        module, batch = applied(layer, call), oracle.features()
+        expected = oracle.one_by_one(module, batch).norm(dim=1)
+        found = oracle.run(OpacusHooks(module, oracle.trained(module)), module, batch)
+        torch.testing.assert_close(found.norms(), expected, rtol=1e-4, atol=0, check_dtype=False)
 
 
 @pytest.mark.parametrize("name", PARTS)

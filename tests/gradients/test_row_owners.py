@@ -138,12 +138,14 @@ def test_an_owner_that_is_no_record_is_refused(owners):
         engine.backward(loss)
 
 
-def test_opacus_hooks_would_take_rows_for_records():
+@pytest.mark.parametrize("engine", [LayerCalls, OpacusHooks])
+def test_rows_in_another_order_are_those_of_their_records(engine):
     """Also where there happen to be as many."""
-    net = nn.Linear(3, 2)
-    with (
-        OpacusHooks(net, list(net.parameters())).watching(),
-        pytest.raises(UnsupportedModelError, match=r"inside rows_of_records.*engine='auto'"),
-        rows_of_records(torch.tensor([1, 0]), 2),
-    ):
-        net(torch.ones(2, 3))
+    net, x, owners = nn.Linear(3, 2), torch.randn(3, 3), torch.tensor([1, 0, 1])
+    attached = engine(net, list(net.parameters()))
+    with attached.watching(), rows_of_records(owners, 3):
+        loss = net(x).sum() / 3
+    attached.backward(loss)
+    rows = torch.stack([x[1], x[0] + x[2], torch.zeros(3)])
+    norms = (2 * rows.square().sum(1) + 2 * torch.tensor([1.0, 4.0, 0.0])).sqrt()
+    torch.testing.assert_close(attached.take(1.0).norms(), norms, check_dtype=False)
