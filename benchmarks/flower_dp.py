@@ -1,6 +1,7 @@
 """Flower's own differential privacy and this package's at the same ε, on one small task.
 
     python benchmarks/flower_dp.py [--epsilon 8] [--rounds 10] [--seeds 3]
+    python benchmarks/flower_dp.py --pfl    # pfl-research alone: pip install pfl
 
 Logistic regression on scikit-learn's digits, 50 clients with 28 records each; ε hides a whole client
 (add or remove one), at δ = 1e-3. Both run in one process over the messages of Flower. Noise is
@@ -11,6 +12,8 @@ calibrated by this package's accountant for all; Flower's (RDP) computes ε of t
   gradient (LocalRecords) or local epochs (LocalUpdates).
 - local: each client noises what it sends. Flower's LocalDpMod takes the noise of one message from
   the classical formula and composes nothing: it gets ε / T and δ / T for each of T rounds.
+- pfl-research: FederatedAveraging with its GaussianMechanism, central or local, without messages:
+  its SimulatedBackend trains the clients in one process, from one model in memory.
 
 Each row takes the best of four learning rates: an exploration that its ε does not cover.
 """
@@ -29,7 +32,6 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import lightning as L
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -37,11 +39,10 @@ from flwr.clientapp.mod import LocalDpMod
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 from flwr.supercore import privacy_accounting as flower
 from flwr.supercore.privacy_accounting.rdp_accountant import RdpAccountant
-from sklearn.datasets import load_digits
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "federated"))
+from federated import Logistic, accuracy, digits
 from local_updates import LocalUpdates
 from loopback import LoopbackGrid
 
@@ -56,34 +57,7 @@ CLIENTS, DELTA, CLIP_NORM = 50, 1e-3, 0.5
 RATES = (0.1, 0.3, 1.0, 3.0)
 
 
-class Logistic(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, 10)
-        nn.init.zeros_(self.layer.weight)
-        nn.init.zeros_(self.layer.bias)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
-
-
-def digits() -> tuple[list[TensorDataset], TensorDataset]:
-    """The records of each client, and the test data."""
-    x, y = load_digits(return_X_y=True)
-    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
-    x, y = torch.tensor(x / 16, dtype=torch.float32)[order], torch.tensor(y)[order]
-    size = 28
-    parts = [slice(c * size, (c + 1) * size) for c in range(CLIENTS)]
-    rest = slice(CLIENTS * size, None)
-    return [TensorDataset(x[p], y[p]) for p in parts], TensorDataset(x[rest], y[rest])
-
-
-TRAIN, TEST = digits()
-
-
-def accuracy(module: Logistic) -> float:
-    x, y = TEST.tensors
-    return float((module.layer(x).argmax(1) == y).float().mean())
+TRAIN, TEST = digits(CLIENTS)
 
 
 def partition(context: Context) -> int:
@@ -125,7 +99,49 @@ def with_flower(
     result = strategy.start(grid, ArrayRecord(Logistic().state_dict()), rounds)
     module = Logistic()
     module.load_state_dict(result.arrays.to_torch_state_dict())
-    return accuracy(module), accountant.get_epsilon(DELTA) if kind == "central" else float("nan")
+    return accuracy(module, TEST), accountant.get_epsilon(DELTA) if kind == "central" else float(
+        "nan"
+    )
+
+
+# -- pfl-research ------------------------------------------------------------------------------
+
+
+def with_pfl(kind: str, epochs: int, rounds: int, z: float, rate: float) -> tuple[float, float]:
+    """Return the accuracy; pfl calibrates noise, and computes no ε of given noise."""
+    import pfl.model.pytorch as pytorch
+    from pfl.aggregate.simulate import SimulatedBackend
+    from pfl.algorithm.base import NNAlgorithmParams
+    from pfl.algorithm.federated_averaging import FederatedAveraging
+    from pfl.data.federated_dataset import FederatedDataset
+    from pfl.data.pytorch import PyTorchTensorDataset
+    from pfl.data.sampling import get_user_sampler
+    from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
+    from pfl.privacy.gaussian_mechanism import GaussianMechanism
+    from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism
+
+    class Theirs(Logistic):
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.training_step((x, y), 0)
+
+        def metrics(self, x: Tensor, y: Tensor) -> dict[str, Any]:
+            return {}
+
+    module = Theirs()
+    optimizer = torch.optim.SGD(module.parameters(), 1.0)  # adds the mean of the updates
+    model = pytorch.PyTorchModel(module, torch.optim.SGD, optimizer)
+    sampler = get_user_sampler("minimize_reuse", list(range(CLIENTS)))  # each once in a round
+    data = FederatedDataset(lambda c: PyTorchTensorDataset(TRAIN[c].tensors), sampler)
+    noise = GaussianMechanism(CLIP_NORM, z)
+    mechanism = CentrallyAppliedPrivacyMechanism(noise) if kind == "central" else noise
+    FederatedAveraging().run(
+        algorithm_params=NNAlgorithmParams(rounds, rounds, CLIENTS, None),
+        backend=SimulatedBackend(data, data, postprocessors=[mechanism]),
+        model=model,
+        model_train_params=NNTrainHyperParams(None, epochs, rate),
+        model_eval_params=NNEvalHyperParams(None),
+    )
+    return accuracy(module, TEST), float("nan")
 
 
 # -- here --------------------------------------------------------------------------------------
@@ -161,7 +177,7 @@ def with_lightning_dp(kind: str, epochs: int, rounds: int, z: float, rate: float
             ),
             num_clients=CLIENTS,
             folder=Path(folder, "results"),
-            evaluate=lambda context, module: scores.append(accuracy(module)) or {},
+            evaluate=lambda context, module: scores.append(accuracy(module, TEST)) or {},
             poll_interval=0.001,
         )
         LoopbackGrid(client, CLIENTS).start(server)
@@ -184,6 +200,7 @@ def main() -> None:
     parser.add_argument("--epsilon", type=float, default=8.0)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--pfl", action="store_true", help="the rows of pfl-research only")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -197,6 +214,11 @@ def main() -> None:
         "| | accuracy | rate | ε | ε by Flower | s a run |\n| --- | --- | --- | --- | --- | --- |"
     )
     for kind in ("central", "local"):
+        for epochs in (1, 5) if options.pfl else ():
+            here = partial(with_pfl, kind, epochs, rounds, z)
+            row(f"{kind}: pfl-research, local epochs {epochs}", here, seeds, epsilon)
+        if options.pfl:
+            continue
         for epochs in (1, 5):
             name = f"{kind}: Flower, local epochs {epochs}"
             settings = (kind, epochs, rounds, options.epsilon, z)

@@ -83,12 +83,6 @@ class _Setting(NamedTuple):
     name: str
     full: object
 
-    def read(self) -> object:
-        return getattr(self.holder, self.name)
-
-    def write(self, value: object) -> None:
-        setattr(self.holder, self.name, value)
-
 
 def _settings() -> tuple[tuple[_Setting, ...], tuple[_Setting, ...]]:
     """Return the settings of the CPU, and all of them."""
@@ -97,13 +91,9 @@ def _settings() -> tuple[tuple[_Setting, ...], tuple[_Setting, ...]]:
     if not hasattr(cudnn, "conv"):  # before torch 2.9
         legacy = (_Setting(cuda.matmul, "allow_tf32", False), _Setting(cudnn, "allow_tf32", False))
         return legacy[:1], legacy
-    on_cpu = tuple(
-        _Setting(holder, "fp32_precision", "ieee") for holder in (onednn.matmul, onednn.conv)
-    )
-    on_cuda = tuple(
-        _Setting(holder, "fp32_precision", "ieee") for holder in (cuda.matmul, cudnn.conv)
-    )
-    return on_cpu, (*on_cpu, *on_cuda)
+    holders = onednn.matmul, onednn.conv, cuda.matmul, cudnn.conv
+    settings = tuple(_Setting(each, "fp32_precision", "ieee") for each in holders)
+    return settings[:2], settings
 
 
 _ON_CPU, _ON_DEVICES = _settings()
@@ -126,11 +116,11 @@ class FullPrecision:
 
     def __enter__(self) -> None:
         for setting, _ in self._lowered:
-            setting.write(setting.full)
+            setattr(setting.holder, setting.name, setting.full)
 
     def __exit__(self, *exception: object) -> None:
         for setting, value in self._lowered:
-            setting.write(value)
+            setattr(setting.holder, setting.name, value)
 
 
 _AS_IT_IS = FullPrecision(())
@@ -149,7 +139,8 @@ def full_precision(device: torch.device) -> FullPrecision:
         device: where the products are. The settings are read now.
     """
     settings = _ON_CPU if device.type == "cpu" else _ON_DEVICES
-    lowered = [(each, value) for each in settings if (value := each.read()) in _ROUNDING]
+    now = [(each, getattr(each.holder, each.name)) for each in settings]
+    lowered = [(each, value) for each, value in now if value in _ROUNDING]
     return FullPrecision(tuple(lowered)) if lowered else _AS_IT_IS
 
 
@@ -307,28 +298,29 @@ def squares_of_products(products: Sequence[Sequence[Tensor]]) -> Tensor:
         >>> squares_of_products([(a, b), (a,)])
         tensor([125.], dtype=torch.float64)
     """
-    each: dict[object, Tensor] = {}  # by place
+    each: dict[object, Tensor] = {}  # by place, as rows
     numbers: dict[object, int] = {}
     chosen = []
     for product in products:
         found: tuple[int, ...] = ()
         for tensor in product:
             place = _place(tensor)
-            each[place] = tensor
-            found += (numbers.setdefault(place, len(numbers)),)
+            if place not in each:
+                each[place], numbers[place] = as_rows(tensor), len(numbers)
+            found += (numbers[place],)
         chosen.append(found)
-    norms = [block_norms(as_rows(tensor)) for tensor in each.values()]
+    norms = list(map(block_norms, each.values()))
     blocks = tuple([found.shape[1] for found in norms])
     squares = torch.cat(norms, dim=1).double().square_()
     if len(blocks) < squares.shape[1]:
         squares = squares @ _sums_of(blocks)  # where one is not finite, no sum is: looked at again
-    lengths = tuple([tensor.shape[1:].numel() for tensor in each.values()])
+    lengths = tuple([rows.shape[1] for rows in each.values()])
     least, floors, first, second, alone = _numbers_of(tuple(chosen), lengths)
     if ((squares > least) & (squares < _LARGEST_FACTOR**2)).all():  # next to which floors vanish
         both = squares.index_select(1, first) * squares.index_select(1, second)
         return both.sum(1) + squares.index_select(1, alone).sum(1)
-    for number, tensor in enumerate(each.values()):
-        squares[:, number] = squares_of_blocks(norms[number], as_rows(tensor))
+    for number, rows in enumerate(each.values()):
+        squares[:, number] = squares_of_blocks(norms[number], rows)
     factors = squares.sqrt().add_(floors)
     factors.masked_fill_(factors > _LARGEST_FACTOR, math.inf)
     both = factors.index_select(1, first) * factors.index_select(1, second)
@@ -349,7 +341,8 @@ def _numbers_of(
     wide = torch.tensor(lengths, dtype=torch.float64)
     pairs = [each for each in chosen if len(each) > 1]
     places = [a for a, _ in pairs], [b for _, b in pairs], [i[0] for i in chosen if len(i) == 1]
-    return wide * _TRUSTED**2, wide.sqrt() * _LEAST_FACTOR, *map(_as_places, places)
+    chosen_places = (torch.tensor(each, dtype=torch.int64) for each in places)
+    return wide * _TRUSTED**2, wide.sqrt() * _LEAST_FACTOR, *chosen_places
 
 
 @functools.lru_cache(maxsize=64)
@@ -357,10 +350,6 @@ def _sums_of(blocks: tuple[int, ...]) -> Tensor:
     """Return the matrix that adds up so many columns, and so many next to them, and so on."""
     place = torch.arange(len(blocks)).repeat_interleave(torch.tensor(blocks))
     return torch.nn.functional.one_hot(place, len(blocks)).double()
-
-
-def _as_places(numbers: list[int]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64)
 
 
 def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:

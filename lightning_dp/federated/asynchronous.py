@@ -401,8 +401,7 @@ class AsyncClient(RoundClient):
         privacy = instance("privacy", self.privacy, ClientPrivacy)
         normalise(self, positive, "share")
         budget = (privacy.target_epsilon, privacy.target_delta, privacy.relation)
-        # A server that went back to its last state asks for the rounds since then again.
-        self._declare(self.plan.rounds, budget, privacy.seed, retain=self.plan.lag + 1)
+        self._declare(self.plan.rounds, budget, privacy.seed)
         rounds = range(self.plan.rounds)
         if self.plan.max_grad_norm is not None:
             self._check_limit("share", self.share, self.plan.share)

@@ -97,14 +97,12 @@ class Client(ABC):
 
     _seed: int | None  # for tests only: the same batches and noise each time
 
-    def _declare(self, rounds: int, budget: Budget, seed: int | None, retain: int) -> None:
+    def _declare(self, rounds: int, budget: Budget, seed: int | None) -> None:
         """Check what all clients have, and declare the whole plan and the budget."""
         instance("records", self.records, Records)  # type: ignore[type-abstract]
         instance("ledger", self.ledger, ReleaseLedger)
         self._seed = optional(check_seed)("seed", seed)
-        self.spending = Spending(
-            *(self.run, rounds, self.events, *budget), retain=retain, unit=self.records.unit
-        )
+        self.spending = Spending(*(self.run, rounds, self.events, *budget), unit=self.records.unit)
 
     @abstractmethod
     def events(self, i: int) -> Sequence[AbstractEvent]:

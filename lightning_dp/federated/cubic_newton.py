@@ -220,8 +220,7 @@ class CubicNewtonClient(RoundClient):
         instance("plan", self.plan, CubicNewtonPlan)
         self._check_limit("noise_multiplier", self.noise_multiplier, self.plan.noise_multiplier)
         budget = (self.target_epsilon, self.target_delta, self.relation)
-        # A server that went back to its last state asks for the round before again.
-        self._declare(self.plan.rounds, budget, self.seed, retain=2)
+        self._declare(self.plan.rounds, budget, self.seed)
         if not self.records.num_records >= 1:
             raise ValueError(f"num_records={self.records.num_records} must be at least 1.")
         # A whole client's N is as private as its records: it may not scale what leaves.

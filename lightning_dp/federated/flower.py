@@ -269,7 +269,8 @@ def server_app(
                 machine.load_state_dict(saved["state"])
         metrics = (lambda: evaluate(context, module)) if evaluate else dict[str, float]
         exchange = Exchange(grid, count, run, fingerprint(module), ttl, poll_interval)
-        book = Logbook(place, run, is_new=saved is None)
+        is_sampled = getattr(machine, "sampling", None) is not None
+        book = Logbook(place, run, is_new=saved is None, is_sampled=is_sampled)
         _ServerRun(run, machine, module, params, metrics, exchange, place, book).to_the_end()
 
     return app
@@ -305,13 +306,7 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        grid: Grid,
-        num_clients: int,
-        run: str,
-        module: str,
-        ttl: float,
-        poll_interval: float,
+        self, grid: Grid, num_clients: int, run: str, module: str, ttl: float, poll_interval: float
     ) -> None:
         self._grid, self._num_clients = grid, num_clients
         self._facts = {"run": run, "module": module}

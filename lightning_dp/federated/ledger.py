@@ -72,7 +72,8 @@ class Spending:
         target_epsilon: the budget of the data set, over all its runs; ``math.inf`` for none.
         target_delta: in (0, 1); the δ of the budget and of the ε that is reported.
         relation: the neighbouring relation of both.
-        retain: for how many rounds, the latest one included, releases are kept to be sent again.
+        retain: for how many rounds, the latest one included, releases are kept to be sent again. A
+            server is never behind its requests, so it asks for the latest one only.
         unit: what ε is about, the same for all runs over the data set: "record", or the "client".
 
     Raises:

@@ -27,8 +27,14 @@ _ANNEX = """
   By the plan: what this run's rounds cost at the noise that was agreed on, where it was.
 - Who answered and who was left out is public here; no ε covers it.
 """
+_TABLE = [
+    "![ε of each client over the rounds, and who was there](federation.svg)\n",
+    "| client | records | ε | ε by the plan | at | rounds answered | left out of rounds |",
+    "| --- | --- | --- | --- | --- | --- | --- |",
+]
 _SAMPLED = """- ε = {} at δ = {}, {}, of a whole client, by all runs over the list of clients, from the
-  server's ledger. It is for who sees released models, and not who was drawn."""
+  server's ledger. It is for who sees released models, and not who was drawn. The server
+  had sums without noise, and its own files name clients."""
 
 
 class Problem(NamedTuple):
@@ -61,9 +67,11 @@ class Logbook:
         folder: made if it does not exist.
         run: the name of the federation.
         is_new: False for one that goes on in this folder.
+        is_sampled: its clients are drawn in secret. Then only ``rounds.csv`` and the log, which are the
+            server's own, name clients.
     """
 
-    def __init__(self, folder: Path, run: str, is_new: bool = True) -> None:
+    def __init__(self, folder: Path, run: str, is_new: bool, is_sampled: bool = False) -> None:
         from torch.utils.tensorboard import SummaryWriter  # clients need none
 
         self._writer = SummaryWriter(str(folder))
@@ -74,7 +82,7 @@ class Logbook:
         is_new = not self._rounds.exists()
         with open(self._rounds, "w" if is_new else "a", encoding="utf-8") as file:
             file.write((",".join(_COLUMNS) if is_new else "") + "\n")  # or ends half a line
-        self._folder, self._run = folder, run
+        self._folder, self._run, self._is_sampled = folder, run, is_sampled
         self._clients: dict[int, dict[str, Any]] = {}
         self._metrics: dict[str, float] = {}
         self._counts: Counter[str] = Counter(replies=0, problems=0)
@@ -96,7 +104,7 @@ class Logbook:
         self.add_client(client, facts)
         self.problems.pop(f"Client {client}", None)
         self._counts["replies"] += 1
-        if "epsilon" in facts:
+        if "epsilon" in facts and not self._is_sampled:
             self._scalar(f"privacy/epsilon_client_{client}", facts["epsilon"], round_)
         self._add_line(Presence(round_, client, answered, facts.get("epsilon", math.nan)))
 
@@ -144,6 +152,7 @@ class Logbook:
         clients = {
             str(client): _json({**facts, **_epsilon_of_plan(machine, facts)})
             for client, facts in sorted(self._clients.items())
+            if not self._is_sampled
         }
         summary = {
             "run": self._run,
@@ -159,7 +168,7 @@ class Logbook:
         self._write("federation.json", content.encode())
         self._writer.close()
         try:
-            attendance = read_rounds(self._rounds)
+            attendance = [] if self._is_sampled else read_rounds(self._rounds)
             if attendance:
                 self._write("federation.svg", svg(lambda: plot_federation(attendance)))
             self._write("federation.md", federation_page(summary, attendance).encode())
@@ -206,12 +215,11 @@ def federation_page(summary: Mapping[str, Any], attendance: Iterable[Presence]) 
     lines = [
         f"# Federation `{summary['run']}`\n",
         f"{', '.join(numbers)}. It ended: {summary['ended']}.\n",
-        "![ε of each client over the rounds, and who was there](federation.svg)\n",
-        "| client | records | ε | ε by the plan | at | rounds answered | left out of rounds |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     units, remarks = set[str](), list[str]()
-    for name in sorted({*summary["clients"], *map(str, (*answered, *absent))}, key=int):
+    names = sorted({*summary["clients"], *map(str, (*answered, *absent))}, key=int)
+    lines += _TABLE if names else []
+    for name in names:
         facts, client = summary["clients"].get(name, {}), int(name)
         unit, relation = facts.get("unit", ""), facts.get("relation", "unknown relation")
         units |= {_UNITS[unit]} if unit else set()
@@ -230,7 +238,7 @@ def federation_page(summary: Mapping[str, Any], attendance: Iterable[Presence]) 
         remarks.append(_SAMPLED.format(epsilon, delta, summary["relation"]))
     if summary.get("seeded"):
         remarks.append("- The server draws repeatable noise: a test, which protects nobody.")
-    annex = _ANNEX.format(units=" or ".join(sorted(units)) or "its data")
+    annex = _ANNEX.format(units=" or ".join(sorted(units)) or "its data") if names else ""
     return "\n".join([*lines, annex + "\n".join(remarks)]).rstrip() + "\n"
 
 

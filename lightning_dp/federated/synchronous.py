@@ -636,8 +636,8 @@ class QueryClient(Client):
         self.client = whole("client", self.client, 0, self.num_clients - 1)
         budget = (self.target_epsilon, self.target_delta, self.relation)
         # A step has two rounds in the ledger: 2 t, where all clients are asked, and 2 t + 1, where
-        # one goes on alone. Both may be asked for again.
-        self._declare(2 * self.rounds, budget, self.seed, retain=2)
+        # one goes on alone.
+        self._declare(2 * self.rounds, budget, self.seed)
         if self.local_routine is not None and self.records.unit != "record":
             raise ValueError(
                 f"unit={self.records.unit!r}: the local routine is private for records."

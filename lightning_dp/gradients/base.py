@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -264,25 +264,24 @@ class UncoveredParameterError(UnsupportedModelError):
         )
 
 
-@contextmanager
-def as_unsupported(name: str, layer: nn.Module) -> Iterator[None]:
-    """Turn what code for gradients per record raises, inside, into a refusal that names the layer."""
-    try:
-        yield
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except UnsupportedModelError as error:
-        if name in error.text:
-            raise
-        raise UnsupportedModelError(f"{name}: {error.text}", topic=error.topic) from None
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"{name or 'The module'} ({type(layer).__name__}): per-record gradients cannot be "
-            f"computed from its calls ({type(error).__name__}). Give its parameters to layers of "
-            "torch.nn that are called with one tensor, records first, or freeze it with "
-            f"requires_grad_(False). {ALONE}",
-            topic="unsupported-layer",
-        ) from None  # torch's own words tell sizes of a batch, which is private
+def as_unsupported(error: Exception, name: str, layer: nn.Module) -> Exception:
+    """Return what code for gradients per record raised as a refusal that names the layer.
+
+    It is to be raised ``from None``: torch's own words tell sizes of a batch, which is private.
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return error
+    if isinstance(error, UnsupportedModelError):
+        is_named = name in error.text
+        text = f"{name}: {error.text}"
+        return error if is_named else UnsupportedModelError(text, topic=error.topic)
+    return UnsupportedModelError(
+        f"{name or 'The module'} ({type(layer).__name__}): per-record gradients cannot be "
+        f"computed from its calls ({type(error).__name__}). Give its parameters to layers of "
+        "torch.nn that are called with one tensor, records first, or freeze it with "
+        f"requires_grad_(False). {ALONE}",
+        topic="unsupported-layer",
+    )
 
 
 def number_of_records(rows_seen: Collection[int]) -> int:

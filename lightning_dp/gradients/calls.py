@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ from lightning_dp.gradients.rules import Rule
 __all__ = ["Call", "CallSums", "DualSums", "KeptInputs", "copied", "go_back", "run_along"]
 
 T = TypeVar("T")
+_VERSION = attrgetter("_version")
 
 
 class KeptInputs:
@@ -38,14 +40,14 @@ class KeptInputs:
 
     def __init__(self, inputs: Sequence[Tensor], output: Tensor | None = None) -> None:
         self._inputs = tuple(inputs)
-        self._versions = [each._version for each in inputs]
+        self._versions = list(map(_VERSION, inputs))
 
     def take(self, *, keep: bool) -> tuple[Tensor, ...] | None:
         """Return the inputs, as often as they are kept; None if one was overwritten since."""
         inputs = self._inputs
         if not keep:
             self._inputs = ()
-        return inputs if [each._version for each in inputs] == self._versions else None
+        return inputs if list(map(_VERSION, inputs)) == self._versions else None
 
 
 @dataclass(eq=False, slots=True)

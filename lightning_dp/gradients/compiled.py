@@ -84,7 +84,7 @@ class CompiledParts:
         stance = _stance("force_eager")
         self._before = stance.prev
         try:
-            with stance, self._hooks.on():
+            with stance, self._hooks:
                 yield
         finally:
             self._before = None

@@ -254,7 +254,7 @@ class GhostGradients(AbstractPerSampleGradients):
     @torch.no_grad()
     def _arrived(self, done: Done, keep: bool, call: Call, gradient: Tensor | None) -> None:
         places = self._used_by(call)
-        with as_unsupported(call.name, call.layer):
+        try:
             if gradient is not None:
                 tensors = *call.take_inputs(keep=keep), gradient
                 is_only_one = all(self._calls_of[place] == 1 for place in places)
@@ -270,6 +270,8 @@ class GhostGradients(AbstractPerSampleGradients):
                 self._to_come[place] -= 1
                 if not self._to_come[place] and place in self._found:
                     self._take(done, place)
+        except Exception as error:
+            raise as_unsupported(error, call.name, call.layer) from None
 
     def _uses(self, call: Call, *tensors: Tensor) -> dict[int, list[Use]]:
         """Return the uses of each trained parameter in a call, by its place."""

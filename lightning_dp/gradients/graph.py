@@ -108,12 +108,12 @@ def survey(root: Any, calls: Collection[Any]) -> Survey:
     chosen: dict[Any, bool] = {}  # nodes that choose among rows of calls: is a call after them?
     after_choice: set[Any] = set()
     for node, into in in_order(root).items():
-        below = [child for child, _ in into if child is not None]
+        below = [child for child, _ in into if child is not None] if into else []
         if not into and (variable := getattr(node, "variable", None)) is not None:
             found.leaves.append(variable)
             owners: list[int | None] = [id(variable)]
         else:
-            owners = [owner[child] for child in below]
+            owners = list(map(owner.__getitem__, below))
         is_call, is_fed = node in calls, not over_calls.isdisjoint(below)
         if is_call:
             found.reached.add(node)
@@ -135,7 +135,7 @@ def survey(root: Any, calls: Collection[Any]) -> Survey:
         if into and (one is None or is_call):
             uses += owners
     uses += [owner[root]] if owner else []
-    found.uses = Counter(each for each in uses if each is not None)
+    found.uses = Counter(filter(None, uses))
     found.choosing = [node for node, is_between in chosen.items() if is_between]
     return found
 

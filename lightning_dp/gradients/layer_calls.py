@@ -120,7 +120,7 @@ class AbstractLayerEngine(AbstractGradientEngine):
         return super().run(forward, batch, around)
 
     def watching(self) -> AbstractContextManager[None]:
-        return self._hooks.on()
+        return self._hooks
 
     @contextmanager
     def _recording(self, what: Literal["nothing", "duals"]) -> Iterator[None]:
@@ -137,7 +137,7 @@ class AbstractLayerEngine(AbstractGradientEngine):
         seen = self._calls, self._problem, self._unseen
         self._forget()
         try:
-            with self._hooks.on():
+            with self._hooks:
                 yield
         finally:
             self._calls, self._problem, self._unseen = seen
@@ -194,8 +194,7 @@ class AbstractLayerEngine(AbstractGradientEngine):
             raise problem
         graph = survey(loss.grad_fn, outputs)
         self._whole.refuse_unknown(graph.leaves, self._known)
-        is_told = any(call.folding is not None for call in calls)
-        if not is_told and any(map(changes_order, graph.choosing)):
+        if any(map(changes_order, graph.choosing)) and all(c.folding is None for c in calls):
             raise UnsupportedModelError(_OTHER_ORDER, topic="rows-and-records")
         for node in graph.reached & unseen.keys():
             raise UnsupportedModelError(unseen[node], topic="unseen-use")
@@ -268,8 +267,10 @@ class LayerCalls(AbstractLayerEngine):
         calls = self.calls_of(loss)
 
         def done(call: Call, gradient: Tensor | None) -> None:
-            with as_unsupported(call.name, call.layer):
+            try:
                 sums.take(call, gradient)
+            except Exception as error:
+                raise as_unsupported(error, call.name, call.layer) from None
 
         with self._recording("nothing"):
             go_back(loss, calls, done, keep_graph=keep_graph, along=along)

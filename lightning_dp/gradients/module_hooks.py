@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -50,6 +49,8 @@ class _Hook:
 class ModuleHooks:
     """Hooks of an engine, which are on the modules for a while.
 
+    A context in which they are registered, to the end of the outermost one if it is entered again.
+
     - Each fires for the module that it was added for, and for no shallow copy of it.
     - A deep copy or a pickle of the module, made while they are on, has hooks that do nothing; from
       a deep copy they are removed when these hooks are taken off.
@@ -58,7 +59,7 @@ class ModuleHooks:
         >>> import copy
         >>> layer, hooks, seen = nn.Linear(2, 2), ModuleHooks(), []
         >>> hooks.add(layer, layer.register_forward_pre_hook, lambda module, args: seen.append(module))
-        >>> with hooks.on():
+        >>> with hooks:
         ...     twin = copy.deepcopy(layer)
         >>> len(twin._forward_pre_hooks), len(layer._forward_pre_hooks)
         (0, 0)
@@ -67,29 +68,31 @@ class ModuleHooks:
     def __init__(self) -> None:
         self._hooks: list[tuple[_Hook, Register]] = []
         self._copies: list[RemovableHandle] = []
-        self._are_on = False
+        self._depth = 0  # of contexts
 
     def add(self, owner: nn.Module, register: Register, function: Callable[..., Any]) -> None:
         """Add a function as a hook of a module, by the method that registers its kind."""
         self._hooks.append((_Hook(owner, function, self._copies), register))
 
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Inside, they are registered; they stay so to the end of the outermost of these contexts."""
-        if self._are_on:
-            yield
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth > 1:
             return
-        self._are_on = True
         try:
             for hook, register in self._hooks:
                 hook.handle = register(hook)
-            yield
-        finally:
-            for hook, _ in self._hooks:
-                if hook.handle is not None:
-                    hook.handle.remove()
-                    hook.handle = None
-            for handle in self._copies:
-                handle.remove()
-            self._copies.clear()
-            self._are_on = False
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *exception: object) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        for hook, _ in self._hooks:
+            if hook.handle is not None:
+                hook.handle.remove()
+                hook.handle = None
+        for handle in self._copies:
+            handle.remove()
+        self._copies.clear()

@@ -72,10 +72,12 @@ class OpacusHooks(AbstractLayerEngine):
             if gradient is None:
                 return
             types.add(gradient.dtype)
-            with as_unsupported(call.name, call.layer):
+            try:
                 for param, use in call.uses(*inputs, gradient):
                     counts.add(len(use.u))
                     found[param] = found[param] + use.u if param in found else use.u
+            except Exception as error:
+                raise as_unsupported(error, call.name, call.layer) from None
 
         with self._recording("nothing"):
             plain, _ = go_back(loss, calls, done, keep_graph=keep_graph, others=self._params)
@@ -100,7 +102,7 @@ def _sampled(sampler: Callable[..., Any], layer: nn.Module, *tensors: Tensor) ->
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers with trained parameters of their own; what is in one without a rule is its."""
+    """Yield the layers that hold trained parameters; what is in one without a rule is its."""
     is_own = any(param.requires_grad for param in module.parameters(recurse=False))
     if is_own and type(module) not in (DPRNN, DPLSTM, DPGRU):
         yield module

@@ -146,10 +146,11 @@ class ParameterGradients:
         """
         if len(self.uses) > 1:
             self.uses = _joined(self.uses)
-        use = self.uses[0]
-        if len(self.uses) > 1 or self._squares is not None or not _is_plain(use.u):
+        u, v = self.uses[0].u, self.uses[0].v
+        is_plain = u.dtype is v.dtype is torch.float32 and u.is_cpu and v.is_cpu
+        if len(self.uses) > 1 or self._squares is not None or not is_plain:
             return None
-        return use.form.factors(use.v, use.u) if _is_plain(use.v) else None
+        return self.uses[0].form.factors(v, u)
 
     def squared_norms(self) -> Tensor:
         """Return the squared L2 norm of each record's gradient, shape (n,), float64."""
@@ -278,10 +279,6 @@ class ParameterGradients:
                 are_alike = a.form == b.form and a.v.shape == b.v.shape and a.u.shape == b.u.shape
                 uses += a.form.both(a, b) if are_alike else [a, b]
         return ParameterGradients(uses, self._shape, self._memory, allowance)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.dtype is torch.float32 and tensor.is_cpu
 
 
 def _tensors(uses: Sequence[Use]) -> list[Tensor]:

@@ -200,7 +200,7 @@ class Runner:
             run.given = Snapshot.of(module) if self.passes.engine.isolates else None
             marks, calls = Marks.of(module, trained=True), list[Call]()
             if watched and not self.passes.engine.isolates:
-                stack.enter_context(watch_calls(module, calls).on())
+                stack.enter_context(watch_calls(module, calls))
             self._differentiate(run, query, start, look)
             run.written = _written_since(marks, module)
             run.calls = tuple(calls)

@@ -172,7 +172,8 @@ class IsolationWatch:
             self._module.training_step, "batch_idx", min_args=2
         )
         runner = self._runner(self._loader, *((0,) if takes_number else ()))
-        found = dry.run(runner, self._settings, self._clip_norm, self._twins)
+        norms = config.resolved_estimator().traits.clip_norms
+        found = dry.run(runner, self._settings, max(norms, default=math.inf), self._twins)
         found = self._world.broadcast(found)
         engine.settle()
         self._run.engine = engine.passes.description
@@ -455,11 +456,6 @@ class IsolationWatch:
     @property
     def _loader(self) -> PrivateDataLoader:
         return private_loader_of(self._trainer)
-
-    @property
-    def _clip_norm(self) -> float:
-        norms = self._run.config.resolved_estimator().traits.clip_norms
-        return max(norms, default=math.inf)
 
     @property
     def _needs_gradients(self) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -471,10 +471,12 @@ class DifferentialPrivacyStrategy(Strategy):
             return closure_loss  # a chunk with records stays without an answer
         if fit.step.one_record:  # they had theirs; this is for the hooks
             return self._backward_of_user(closure_loss, optimizer, *args, **kwargs)
-        with self._noting_refusals():
+        try:
             fit.step.check_loss(closure_loss)
             with fit.step.engine.passes.as_written():  # checkpoints run parts of the model again
                 return self._answer(closure_loss, optimizer, *args, **kwargs)
+        except UnsupportedModelError as error:
+            self._note_refusal(error)
         return closure_loss
 
     def _backward_of_user(
@@ -492,19 +494,14 @@ class DifferentialPrivacyStrategy(Strategy):
             self._now.step.note(_OTHER_LOSS.format(type(self._module).__name__))
         return found
 
-    @contextmanager
-    def _noting_refusals(self) -> Iterator[None]:
+    def _note_refusal(self, error: UnsupportedModelError) -> None:
         """Note a refusal that the records of a chunk show, or raise it: before anything is released."""
-        try:
-            yield
-        except UnsupportedModelError as error:
-            if self.private_run.steps_begun > 1:
-                self._now.step.note(error.text)
-            elif type(error) is CoupledLossError or self._module.automatic_optimization:
-                raise
-            else:
-                text = without_alone(error.text)
-                raise UnsupportedModelError(text, topic=error.topic) from error
+        if self.private_run.steps_begun > 1:
+            self._now.step.note(error.text)
+        elif type(error) is CoupledLossError or self._module.automatic_optimization:
+            raise error
+        else:
+            raise UnsupportedModelError(without_alone(error.text), topic=error.topic) from error
 
     def _backward_of_several(
         self, losses: WaitingLosses, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -540,11 +537,13 @@ class DifferentialPrivacyStrategy(Strategy):
         loss = None if fit.losses is None else fit.losses.take()
         if loss is None or not fit.step.awaits(mechanism := fit.mechanism):
             return
-        with self._noting_refusals():
+        try:
             fit.step.check_loss(loss)
             mechanism.begin_noise(fit.step.held)
             fit.step.backward(loss, mechanism.query, keep_graph=False)
             fit.step.answer(mechanism, 1.0)
+        except UnsupportedModelError as error:
+            self._note_refusal(error)
 
     def _answer(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any

@@ -615,7 +615,7 @@ def test_a_client_answers_the_runs_on_its_list_only(tmp_path, log):
 
 
 def test_a_claim_that_falls_is_logged(tmp_path, log):
-    book = Logbook(tmp_path, "trial")
+    book = Logbook(tmp_path, "trial", is_new=True)
     for epsilon in (0.5, 0.5, 0.7, math.inf, 0.2):
         book.add_client(1, {"epsilon": epsilon})
     (line,) = log("claims epsilon")

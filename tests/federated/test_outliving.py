@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import tempfile
@@ -235,12 +236,12 @@ def state(server: AbstractServer) -> str:
     return repr((server.state_dict(), [server.request(c) for c in range(CLIENTS)]))
 
 
-def hostile_run(federation: Federation, seed: int, tries: int = 4) -> int:
+def hostile_run(federation: Federation, seed: int, tries: int = 4) -> tuple[int, int]:
     """Messages to and from client 1 are spoilt; the others end as if it were away where that failed.
 
-    Returns how many were refused.
+    Returns how many were spoilt, and how many were refused.
     """
-    rng, refused, server = random.Random(seed), 0, federation.begin(TWO)
+    rng, count, refused, server = random.Random(seed), 0, 0, federation.begin(TWO)
     accepted: dict[Any, bytes] = {}
     old: list[bytes] = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -254,31 +255,34 @@ def hostile_run(federation: Federation, seed: int, tries: int = 4) -> int:
                 old.append(reply)
                 if server.stage != stage:
                     break
+            before, good = state(server), b""
             for _ in range(tries):
                 if 1 not in server.awaited or server.stage != stage:
                     break
-                before, charged = state(server), files(folder)
-                request, reply = server.request(1), b""
-                is_asked = rng.random() < 0.3
+                request, is_asked, count = server.request(1), rng.random() < 0.3, count + 1
+                charged = files(folder) if is_asked or not good else {}
                 try:
-                    reply = make(1).answer(spoilt(request, rng, []) if is_asked else request)
+                    asked = spoilt(request, rng, []) if is_asked else request
+                    reply = good = good if good and not is_asked else make(1).answer(asked)
                 except MessageError as error:
                     assert files(folder) == charged and len(str(error)) < 700
                     refused += 1
                     continue
                 sent = reply if is_asked else spoilt(reply, rng, old)
+                # Mostly a copy gets it, so that what can be taken does not end the stage.
+                at = server if tries < 10 or rng.random() < 0.05 else copy.deepcopy(server)
                 try:
-                    if server.receive(1, sent):
+                    if not at.receive(1, sent):
+                        assert state(at) == before
+                    elif at is server:
                         accepted[stage] = sent
-                    else:
-                        assert state(server) == before
+                    assert bool(torch.isfinite(at.point).all())
                 except MessageError as error:
                     refused += 1
-                    assert state(server) == before and len(str(error)) < 500
+                    assert state(at) == before and len(str(error)) < 500
                     numbers = [n for t in Message.from_bytes(reply).tensors.values() for n in t]
-                    assert not any(
-                        f"{float(n):.4g}" in str(error) for n in numbers if abs(n) > 1e-3
-                    )
+                    texts = [f"{float(n):.4g}" for n in numbers if abs(n) > 1e-3]
+                    assert not any(text in str(error) for text in texts if len(text) > 4)
                 old.append(reply)
             if 1 in server.awaited and server.stage == stage:
                 assert server.leave_out() == {1}
@@ -300,19 +304,19 @@ def hostile_run(federation: Federation, seed: int, tries: int = 4) -> int:
                     assert again.leave_out() == {1}
     torch.testing.assert_close(server.point, again.point, rtol=0, atol=1e-12)
     assert (server.round, server.reason) == (again.round, again.reason)
-    return refused
+    return count, refused
 
 
 def test_spoilt_messages_kill_nothing_and_the_others_end_as_if_that_client_were_away(federation):
-    assert hostile_run(federation, seed=0) >= 4
+    assert hostile_run(federation, seed=0)[1] >= 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_ten_thousand_spoilt_messages(name):
     count, seed = 0, 100
-    while count < 10_000 / len(ALL):
-        count, seed = count + hostile_run(ALL[name], seed, tries=20), seed + 1
+    while count < 10_000:
+        count, seed = count + hostile_run(ALL[name], seed, tries=200)[0], seed + 1
 
 
 # -- waiting -----------------------------------------------------------------------------------

@@ -388,9 +388,13 @@ def test_files_logs_and_messages_over_flower_are_the_same_whoever_is_drawn(tmp_p
     for found, _ in runs[1:]:
         for one, other in zip(first, found, strict=True):
             assert one == other
-    (_, summary, page), *_, lines, sent = first
+    (_, summary, page), scalars, _, names, lines, sent = first
     told = json.loads(summary)
     assert told["rounds"] == ROUNDS and told["client_rate"] == Q and told["left out"] == ROUNDS
     assert told["epsilon"] == PLDAccountant().epsilon([(EVENT, ROUNDS)], DELTA)
     assert "of a whole client, by all runs over the list" in page and len(sent) == 5 * (ROUNDS + 1)
     assert sum("goes on without client 5" in line for line in lines) == ROUNDS
+    # Only the server's own log and rounds.csv name who was there.
+    assert told["clients"] == {} and "answered" not in page and "| " not in page
+    assert names.count("federation") == 2  # no picture
+    assert scalars and not any("client_" in tag for tag in scalars)
