@@ -131,9 +131,6 @@ class AbstractGradientEngine(ABC):
     has_products: ClassVar[bool] = False
     """True if :meth:`along` answers."""
 
-    keeps_compiled = False
-    """True if it is right about models of which frozen modules run compiled: it counts all uses."""
-
     one_record: ClassVar[bool] = False
     """True if records run alone, one after the other."""
 
@@ -256,10 +253,9 @@ class UncoveredParameterError(UnsupportedModelError):
         super().__init__(
             f"Parameters {list(names)} received a gradient but no gradient per record. They are used "
             "outside the forward() of the module that owns them (for a parameter directly on the "
-            "LightningModule: call self(x)), their module is in eval mode or compiled, or its "
-            f"layer is not called as a module, or training_step differentiates a gradient (a penalty "
-            "on it: clip the weights after the step instead). Move them into a separate layer. "
-            f"{ALONE}",
+            "LightningModule: call self(x)), their module is compiled, or its layer is not called as "
+            "a module, or training_step differentiates a gradient (a penalty on it: clip the weights "
+            f"after the step instead). Move them into a separate layer. {ALONE}",
             topic="unseen-use",
         )
 

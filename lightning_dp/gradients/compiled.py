@@ -48,7 +48,7 @@ class CompiledParts:
     Args:
         module: the whole model.
         params: the trained parameters.
-        keeps_frozen: the engine is right about models of which frozen parts are compiled.
+        keeps_frozen: frozen parts may run compiled; under vmap they cannot.
     """
 
     def __init__(

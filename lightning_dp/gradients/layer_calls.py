@@ -61,8 +61,6 @@ class AbstractLayerEngine(AbstractGradientEngine):
         units: layers of no known type run again for each record: in copies of sharded models.
     """
 
-    keeps_compiled = True
-
     def __init__(
         self,
         module: nn.Module,

@@ -38,7 +38,6 @@ class OpacusHooks(AbstractLayerEngine):
     """
 
     name = "hooks"
-    keeps_compiled = False
 
     def _rules(self, trained: Collection[int], units: bool) -> dict[nn.Module, Rule | None]:
         _refuse_layers(self._module)

@@ -273,9 +273,7 @@ class RecordPasses:
         """Go on with the engine that the choice has come to."""
         engine = self._choice.make(self._module, self._params)
         engine.loss_scale = self._loss_scale
-        self._compiled = CompiledParts(
-            self._module, self._params, keeps_frozen=engine.keeps_compiled
-        )
+        self._compiled = CompiledParts(self._module, self._params, keeps_frozen=not engine.isolates)
         self.engine = self._wrap(engine)
         """The engine in use, whose hooks are on the model while it runs forward, and not else."""
 

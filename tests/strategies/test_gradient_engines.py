@@ -99,7 +99,13 @@ def test_differences_do_not_depend_on_the_engine(train):
 
 def test_a_named_engine_does_not_fall_back(train):
     with pytest.raises(TypeError, match=r"gated.*engine"):
-        train("hooks", WithGate)
+        train("layers", WithGate)
+
+
+def test_a_layer_of_two_inputs_that_opacus_has_no_rule_of(train):
+    torch.testing.assert_close(
+        train("hooks", WithGate)[0], train("auto", WithGate)[0], rtol=0, atol=2e-6
+    )
 
 
 @pytest.mark.parametrize(
