@@ -434,13 +434,14 @@ def checked(**options):
 
 
 @pytest.mark.parametrize("options", [{}, {"augmentations": 2}], ids=str)
-def test_units_that_do_not_meet_pass_all_comparisons(make_trainer, options):
+@pytest.mark.parametrize("name", [None, *BLOCKS])
+def test_units_that_do_not_meet_pass_all_comparisons(make_trainer, options, name):
     options = options or {"unit": UserLevel([row // 4 for row in range(96)], most_rows=3)}
     x, y = records(96)
-    privacy = checked(**options)
+    privacy = checked(**options, **BLOCKS.get(name, {}))
     model = Classifier(nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.2), nn.Linear(5, 3)))
     trainer = make_trainer(callbacks=[privacy], max_steps=6)
-    trainer.fit(model, DataLoader(TensorDataset(x, y), 12))
+    trainer.fit(model, DataLoader(TensorDataset(x, y), 8))
     report = privacy.report()
     assert report.isolation == "compared on synthetic samples"
     assert report.steps_compared, report.spot_checks
