@@ -156,7 +156,7 @@ FAULTS = (
     Fault("thresholds_seem_public", "for scale in (1.0, _FAR, -_FAR)", "[:1]"),
     Fault("marks_of_nothing", "if self._marks == earlier._marks", "or True"),
     Fault("uses_not_counted", "if uses[id(param)] != recorded[id(param)]", "and False"),
-    Fault("overwritten_inputs_pass", "for each in inputs] == self._versions", "or True"),
+    Fault("overwritten_inputs_pass", "list(map(_VERSION, inputs)) == self._versions", "or True"),
     Fault(
         "rows_in_another_order_pass",
         "if any(map(self._changes_order, graph.choosing)) and all(c.folding is None for c in calls)",
