@@ -159,7 +159,7 @@ FAULTS = (
     Fault("overwritten_inputs_pass", "list(map(_VERSION, inputs)) == self._versions", "or True"),
     Fault(
         "rows_in_another_order_pass",
-        "if any(map(changes_order, graph.choosing)) and all(c.folding is None for c in calls)",
+        "if any(map(self._changes_order, graph.choosing)) and all(c.folding is None for c in calls)",
         "and False",
     ),
     Fault("missing_tap", "if call in waiting", "and call.rule is copied"),

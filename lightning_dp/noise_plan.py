@@ -406,7 +406,8 @@ class Budget:
         budget = (config.target_epsilon, config.target_delta, config.relation, spent)
         full = plan.sample_rate == 1 and self._spent_on_full_batches
         is_envelope = plan.shape.chosen == "above a plan"  # which is charged as planned
-        if plan.is_block or config.accountant.is_its_own_guard:
+        is_pair = plan.sampling.has_pairs  # which the other guards add up
+        if plan.is_block or not is_pair or config.accountant.is_its_own_guard:
             return FixedGuard(affordable)
         if full and plan.scale > 0 and not is_envelope:
             return GDPGuard(*budget)

@@ -151,17 +151,23 @@ class GridSearch:
 
     def profile(self, steps: Steps, epsilons: Sequence[float]) -> list[float]:
         """Return bounds of delta at each epsilon, all read from the grid of the target's epsilon."""
+        if all(epsilon == self.target.epsilon for epsilon in epsilons):
+            return [self.worst_direction(steps) for _ in epsilons]
         merged = _merge_full_batch(steps)
-        values = self._profile(merged, epsilons)
+        values = self._profile(merged, epsilons, 0.0)
         if self.relation != "replace_one":
-            backward = replace(self, backward=True)._profile(merged, epsilons)
+            # Where this direction does not count at the target, its grid need not be fine.
+            least = max(
+                v for e, v in zip(epsilons, values, strict=True) if e == self.target.epsilon
+            )
+            backward = replace(self, backward=True)._profile(merged, epsilons, least)
             values = [max(both) for both in zip(values, backward, strict=True)]
         return values
 
-    def _profile(self, steps: Steps, epsilons: Sequence[float]) -> list[float]:
+    def _profile(self, steps: Steps, epsilons: Sequence[float], least: float) -> list[float]:
         assert self.target.epsilon is not None
         mixture = self.rough(steps)
-        plan, value = self.settle(mixture, 0.0)
+        plan, value = self.settle(mixture, least)
         # Delta falls with epsilon.
         bounds = [value if epsilon >= self.target.epsilon else 1.0 for epsilon in epsilons]
         if plan.is_too_long:

@@ -192,7 +192,7 @@ class AbstractLayerEngine(AbstractGradientEngine):
             raise problem
         graph = survey(loss.grad_fn, outputs)
         self._whole.refuse_unknown(graph.leaves, self._known)
-        if any(map(changes_order, graph.choosing)) and all(c.folding is None for c in calls):
+        if any(map(self._changes_order, graph.choosing)) and all(c.folding is None for c in calls):
             raise UnsupportedModelError(_OTHER_ORDER, topic="rows-and-records")
         for node in graph.reached & unseen.keys():
             raise UnsupportedModelError(unseen[node], topic="unseen-use")
@@ -201,6 +201,9 @@ class AbstractLayerEngine(AbstractGradientEngine):
         for call in calls:
             call.is_first = call.edge.node in graph.innermost
         return calls
+
+    def _changes_order(self, node: Any) -> bool:
+        return changes_order(node)
 
     def _refuse_uncovered(self, calls: Sequence[Call], graph: Survey) -> None:
         """Refuse trained parameters that have more or fewer uses in a graph than recorded calls."""

@@ -42,6 +42,7 @@ class OpacusHooks(AbstractLayerEngine):
     def _rules(self, trained: Collection[int], units: bool) -> dict[nn.Module, Rule | None]:
         _refuse_layers(self._module)
         samplers = GradSampleHooks.GRAD_SAMPLERS
+        self._has_recurrent = any(isinstance(each, DPRNN | DPLSTM | DPGRU) for each in self._names)
         return {
             layer: partial(_sampled, samplers[type(layer)])
             if type(layer) in samplers
@@ -58,6 +59,10 @@ class OpacusHooks(AbstractLayerEngine):
                 topic="opacus-hooks",
             )
         super()._watch(rule, layer, *call)
+
+    def _changes_order(self, node: Any) -> bool:
+        # Opacus' recurrent layers have time first, and turn it round for the second direction.
+        return not self._has_recurrent and super()._changes_order(node)
 
     def _refuse_uncovered(self, calls: Sequence[Call], graph: Survey) -> None:
         """Leave it to the means: a layer without a rule may use a parameter any number of times."""

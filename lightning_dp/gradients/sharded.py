@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -212,11 +213,14 @@ def run_again(layer: nn.Module, *tensors: Tensor, held: Mapping[str, Tensor] | N
         held: its parameters by name; None if they are what the layer has.
     """
     named = dict(layer.named_parameters()) if held is None else held
-    values = {f"layer.{name}": param.detach() for name, param in named.items()}
+    values = {
+        f"layer.{name}": at_least_float32(p.detach()) for name, p in named.items()
+    }  # as inputs
 
     def of_record(*parts: Tensor) -> dict[str, Tensor]:
         *inputs, gradient = (part.unsqueeze(0) for part in parts)
-        pulled: Any = vjp(partial(functional_call, _Forward(layer), args=tuple(inputs)), values)
+        run = partial(functional_call, _Forward(_twin(layer)), args=tuple(inputs))
+        pulled: Any = vjp(run, values)
         output, back = pulled
         (found,) = back(gradient.to(output.dtype))
         return dict(found)
@@ -224,3 +228,13 @@ def run_again(layer: nn.Module, *tensors: Tensor, held: Mapping[str, Tensor] | N
     rows = torch.vmap(of_record)(*tensors)
     uses = [(name, Rows.use(at_least_float32(rows[f"layer.{name}"]))) for name in named]
     return [(layer.get_parameter(name), use) for name, use in uses]
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """Return a copy with the same parameters; what its forward pass keeps, it keeps for itself."""
+    twin = object.__new__(type(module))  # fully_shard's classes have another __new__
+    for name, kept in vars(module).items():
+        vars(twin)[name] = copy(kept) if isinstance(kept, dict | list | set | deque) else kept
+    for name, part in module._modules.items():
+        twin._modules[name] = part and _twin(part)
+    return twin

@@ -181,8 +181,10 @@ class TruncatedPoisson(AbstractSampling):
     noise z and z/2 (:class:`~lightning_dp.accounting.events.TruncatedGaussian`). Three standard
     deviations above the mean batch, √(N q), cost up to a few percent of ε, five next to nothing.
 
-    N is taken for public, as it is in q. A physical batch has at most
-    ⌈limit / accumulate_grad_batches⌉ records, or users.
+    N is taken for public, as it is in q. Several processes share out the records by their places, so that
+    without one the others would move to another process and its limit: they need the relation
+    "replace_one", of records. A physical batch has at most ⌈limit / accumulate_grad_batches⌉ records, or
+    users.
 
     Args:
         limit: records of one process's logical batch, above its mean.

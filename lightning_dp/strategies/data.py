@@ -21,7 +21,7 @@ from lightning_dp._world import World
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.run import PrivateRun
-from lightning_dp.sampling import AbstractSampling, FixedOrder
+from lightning_dp.sampling import AbstractSampling, FixedOrder, TruncatedPoisson
 from lightning_dp.sampling.blocks import AbstractBlockSampling
 from lightning_dp.sampling.loader import Chunk, ChunkSampler, PrivateDataLoader
 from lightning_dp.sampling.stream import by_place
@@ -30,6 +30,7 @@ from lightning_dp.sampling.units import RowsOfUnits
 __all__ = [
     "before_transfer",
     "changed_rows",
+    "check_limit",
     "check_rate",
     "check_same_units",
     "chunk_in_hand",
@@ -61,6 +62,7 @@ def make_private_loader(
     units = run.config.rows_of_units(checked.dataset)
     num_records = len(checked.dataset if units is None else units)  # type: ignore[arg-type]
     _check_block(checked, trainer, run.config.sampling)
+    check_limit(run.config, world)
     check_same_units(units, num_records, run.config.unit_word, world)
     plan = run.config.sampling.plan(
         num_records=num_records,
@@ -113,6 +115,21 @@ def check_same_units(
             "UserLevel(ids=...) or the order of the rows differs. Build both in the same way on every "
             "rank; hash() of a text does not, so give the text itself as the id.",
             topic="ranks-differ",
+        )
+
+
+def check_limit(config: PrivacyConfig, world: World) -> None:
+    """Refuse a limit in each of several processes, where one record less moves others between them.
+
+    Which records share a limit would then differ, and the sum be another one by more than 2 C.
+    """
+    keeps_places = config.relation == "replace_one" and config.unit is None
+    if isinstance(config.sampling, TruncatedPoisson) and world.size > 1 and not keeps_places:
+        raise RefusedSetting(
+            f"sampling={config.sampling} with {world.size} processes: with one {config.unit_word} more "
+            "or less others meet the limit of another process, which has no bound here. Use one process, "
+            "or sampling=Poisson(); relation='replace_one', of records, has a bound.",
+            topic="batch-limit",
         )
 
 

@@ -127,6 +127,45 @@ def test_layers_that_opacus_has_no_rule_of_run_again(oracle):
         torch.testing.assert_close(found.norms(), expected, rtol=1e-4, atol=0, check_dtype=False)
 
 
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner = weight(6)(), nn.Identity()
+        self.calls, self.shapes = 0, list[tuple[int, ...]]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls, self.inner.latest = self.calls + 1, x.detach()
+        self.shapes.append(tuple(x.shape))
+        return x * self.scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_layers_that_run_again_keep_is_of_the_forward_pass(oracle, dtype):
+    module, batch = nn.Sequential(Counting(), nn.Tanh()).to(dtype), oracle.features().to(dtype)
+    found = oracle.run(OpacusHooks(module, oracle.trained(module)), module, batch)
+    expected = oracle.one_by_one(module, batch).norm(dim=1)
+    torch.testing.assert_close(found.norms().double(), expected, rtol=2e-2, atol=0)
+    assert module[0].calls == 1
+    assert module[0].shapes == [tuple(batch.shape)]
+    torch.testing.assert_close(module[0].inner.latest, batch, rtol=0, atol=0)
+
+
+def test_the_second_direction_of_opacus_layers_is_no_other_order(oracle):
+    torch.manual_seed(0)
+    module = DPLSTM(6, 3, bidirectional=True, batch_first=True)
+    batch = torch.randn(oracle.records, 4, 6)
+
+    def run(module: nn.Module, batch: Tensor) -> Tensor:
+        return module(batch)[0]
+
+    engine = OpacusHooks(module, oracle.trained(module))
+    with engine.watching():
+        loss = oracle.mean_loss(run(module, batch))
+    engine.backward(loss)
+    expected = oracle.one_by_one(module, batch, run).norm(dim=1)
+    torch.testing.assert_close(engine.take(1.0).norms().double(), expected, rtol=1e-4, atol=0)
+
+
 @pytest.mark.parametrize("name", PARTS)
 def test_calls_that_opacus_mistakes_are_refused(name, oracle):
     torch.manual_seed(0)

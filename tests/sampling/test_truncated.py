@@ -12,9 +12,10 @@ from dp_accounting.dp_event import SelfComposedDpEvent, TruncatedSubsampledGauss
 from dp_accounting.pld import PLDAccountant as GooglePLD
 from dp_accounting.privacy_accountant import NeighboringRelation
 
-from lightning_dp import Poisson, PrivacyConfig, TruncatedPoisson
+from lightning_dp import Poisson, PrivacyConfig, TruncatedPoisson, UserLevel
 from lightning_dp._noise import random_generator
 from lightning_dp._refusals import RefusedSetting
+from lightning_dp._world import World
 from lightning_dp.accounting import (
     Gaussian,
     PLDAccountant,
@@ -27,6 +28,7 @@ from lightning_dp.accounting._sampled import node_of
 from lightning_dp.accounting.events import TruncatedGaussian, event_from_dict
 from lightning_dp.noise_plan import Budget
 from lightning_dp.sampling import BatchPlan
+from lightning_dp.strategies.data import check_limit
 
 BATCHES = BatchPlan(1000, 0.05, chunks_per_step=1, steps_per_epoch=20)
 LIMITED = TruncatedPoisson(65)
@@ -69,6 +71,41 @@ def test_what_it_costs_is_asked_for_with_the_records_of_a_process():
     events = [LIMITED.among(BATCHES, ranks).event(1.0, 0.05) for ranks in (1, 3)]
     assert events == [TruncatedGaussian(1.0, 0.05, 65, n) for n in (1000, 334)]
     assert [event_from_dict(event.to_dict()) for event in events] == events
+
+
+# -- several processes -------------------------------------------------------------------------------
+
+
+def test_one_record_less_moves_others_to_another_process_and_its_limit():
+    """Records of even places have +1, others -1: whose limit they share is in the spread of the sum."""
+    rng, sampling, rate, draws = random_generator(2), TruncatedPoisson(52), 0.05, 2000
+    signs = np.where(np.arange(2000) % 2 == 0, 1.0, -1.0)
+    shares = {}
+    for less, data in (("none", signs), ("the middle", np.delete(signs, 1000))):
+        parts = [data[rank::2] for rank in (0, 1)]
+        sums = [
+            sum(part[sampling.draw(len(part), rate, rng)].sum() for part in parts)
+            for _ in range(draws)
+        ]
+        noised = np.array(sums) + 4.0 * rng.standard_normal(draws)
+        shares[less] = float(np.mean(np.abs(noised) > 14))
+    event = sampling.among(BatchPlan(2000, rate, 1, 20), 2).event(4.0, rate)
+    seen = shares["the middle"] - math.exp(0.4) * shares["none"]
+    assert seen > 0.04 > 1e-6 > delta(event, 0.4)  # no event of a step: so it is refused
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_limit_in_several_processes_needs_records_that_keep_their_places(processes):
+    world, by_user = World(0, processes), UserLevel([0, 1], most_rows=2)
+    for relation, unit in itertools.product(("add_remove", "replace_one"), (None, by_user)):
+        config = PrivacyConfig(
+            target_epsilon=1.0, target_delta=1e-5, sampling=LIMITED, relation=relation, unit=unit
+        )
+        if processes == 1 or (relation, unit) == ("replace_one", None):
+            check_limit(config, world)
+        else:
+            with pytest.raises(RefusedSetting, match="meet the limit of another process"):
+                check_limit(config, world)
 
 
 # -- what it costs -----------------------------------------------------------------------------------

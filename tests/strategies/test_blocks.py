@@ -190,6 +190,17 @@ def test_batches_with_a_limit_take_no_more_and_the_report_names_it(
     assert "TruncatedPoisson(limit=30)" in text and "num_records=240" in text
 
 
+def test_a_limit_that_whole_batches_never_reach_takes_no_step_away(
+    recording, fit, numbered, charges
+):
+    privacy = private(target_epsilon=3.0, sampling=TruncatedPoisson(300))
+    fit(recording(), privacy, DataLoader(numbered(), batch_size=240), max_epochs=4)
+    z = charges()[0].noise_multiplier
+    assert charges() == 4 * [TruncatedGaussian(z, 1.0, 300, 240)]
+    assert privacy.epsilon == pytest.approx(gdp_epsilon(2 / z, 1e-5), rel=1e-3)
+    assert 2.98 < privacy.epsilon <= 3.0
+
+
 def test_the_records_of_one_process_are_what_a_limit_is_charged_for(tmp_path):
     config = private(**LIMITED).config
     run = PrivateRun(config)

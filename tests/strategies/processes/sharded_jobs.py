@@ -579,7 +579,7 @@ BLOCKS = {
     },
     "allocated": {"sampling": RandomAllocation()},
     "fixed": {"sampling": FixedOrder(), "noise": LambdaCGD(0.8), "relation": "zero_out"},
-    "limited": {"sampling": TruncatedPoisson(10)},
+    "limited": {"sampling": TruncatedPoisson(10), "relation": "replace_one"},
 }
 
 
