@@ -33,6 +33,8 @@ __all__ = ["OpacusHooks"]
 class OpacusHooks(AbstractLayerEngine):
     """The rules of Opacus' ``GradSampleModule``: one gradient per record and parameter in memory.
 
+    Layers that Opacus has no sampler of run again for each record, under ``torch.func.vmap``.
+
     Refused is what its validators refuse; gradients whose mean over the records is not the ordinary
     gradient; and records in another dimension or order, which no mean shows.
     """

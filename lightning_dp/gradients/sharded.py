@@ -231,10 +231,12 @@ def run_again(layer: nn.Module, *tensors: Tensor, held: Mapping[str, Tensor] | N
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """Return a copy with the same parameters; what its forward pass keeps, it keeps for itself."""
+    """Return a copy with the same parameters, which keeps for itself what it writes, and logs nothing."""
     twin = object.__new__(type(module))  # fully_shard's classes have another __new__
     for name, kept in vars(module).items():
         vars(twin)[name] = copy(kept) if isinstance(kept, dict | list | set | deque) else kept
+    if "_trainer" in vars(module):  # a LightningModule
+        vars(twin)["log"] = lambda *args, **kwargs: None
     for name, part in module._modules.items():
         twin._modules[name] = part and _twin(part)
     return twin

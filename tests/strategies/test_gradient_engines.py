@@ -102,6 +102,22 @@ def test_a_named_engine_does_not_fall_back(train):
         train("layers", WithGate)
 
 
+def test_a_module_that_runs_again_for_each_record_may_log(train, classifier):
+    class Scaled(classifier):
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__(net)
+            self.scale = nn.Parameter(torch.ones(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.log("mean", x.mean())
+            return self.net(x * self.scale)
+
+    (weights, _), (expected, _) = (
+        train(each, lambda: nn.Linear(6, 3), Scaled) for each in ("hooks", "auto")
+    )
+    torch.testing.assert_close(weights, expected, rtol=0, atol=2e-6)
+
+
 def test_a_layer_of_two_inputs_that_opacus_has_no_rule_of(train):
     torch.testing.assert_close(
         train("hooks", WithGate)[0], train("auto", WithGate)[0], rtol=0, atol=2e-6
