@@ -389,6 +389,8 @@ def first_failed(root: Path, tests: list[str]) -> str:
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, flags=re.M)
     if done.returncode == 0:
         return ""
+    if done.returncode not in (1, 2):  # pytest's numbers for tests and for files that failed
+        sys.exit(f"pytest {' '.join(tests)} ran no test: {done.stdout}{done.stderr}")
     return failed.group(1) if failed else f"exit {done.returncode}: {done.stdout[-300:]}"
 
 

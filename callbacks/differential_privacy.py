@@ -29,12 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DifferentialPrivacy"]
 
-# At each step Lightning opens a profiler's context for every hook that can be called.
-_OF_EACH_STEP = (
-    *("on_train_batch_start", "on_before_zero_grad", "on_before_backward"),
-    *("on_after_backward", "on_before_optimizer_step", "on_train_batch_end"),
-)
-
 
 class DifferentialPrivacy(Callback):
     """Differentially private training of an unchanged LightningModule.
@@ -183,9 +177,6 @@ class DifferentialPrivacy(Callback):
             )
         )
         self._visible = (PrivacyLogger(), PrivacyAdvice(), PrivacyReportFiles())
-        for hook in _OF_EACH_STEP:
-            if getattr(type(self), hook) is getattr(Callback, hook):  # and not a subclass's own
-                setattr(self, hook, None)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Make the Trainer's strategy private, before anything asks it for data.

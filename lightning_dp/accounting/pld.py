@@ -165,8 +165,9 @@ class PLDAccountant(AbstractAccountant):
         if steps.has_noiseless or not _needs_amplification(steps, relation):
             return without
         if self._needs_no_grid(steps, declared, _ANY_DELTA, relation):
-            curve, few = RenyiCurve(steps, relation), LittleNoise.of(steps, relation)
-            quick = [min(curve.delta(epsilon), few.delta(epsilon)) for epsilon in asked]
+            few = LittleNoise.of(steps, relation)  # Rényi's integrals would be long
+            curve = few if few.count else RenyiCurve(steps, relation)
+            quick = [curve.delta(epsilon) for epsilon in asked]
         else:
             quick = self._profile(steps, declared, asked, relation)
         return [min(each) for each in zip(without, quick, strict=True)]

@@ -76,6 +76,7 @@ def wheel(distributions: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_module_and_the_type_marker(root, wheel):
     modules = {path.relative_to(root).as_posix() for path in (root / "lightning_dp").rglob("*.py")}
     callbacks = {
@@ -93,6 +94,7 @@ def test_the_wheel_holds_every_module_and_the_type_marker(root, wheel):
     assert len(licences) == 1
 
 
+@pytest.mark.slow
 def test_the_source_distribution_holds_the_whole_project(source, distributions):
     (path,) = distributions.glob("*.tar.gz")
     with tarfile.open(path) as archive:
@@ -110,6 +112,7 @@ def test_the_source_distribution_holds_the_whole_project(source, distributions):
     assert named <= content
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_imports_from_itself(wheel, tmp_path):
     target = tmp_path / "installed"
     command = (sys.executable, "-m", "pip", "install", "--no-deps", "--quiet")
@@ -163,6 +166,7 @@ def test_every_name_that_a_module_exports_is_there_once():
         assert [name for name in names if not hasattr(module, name)] == [], found.name
 
 
+@pytest.mark.slow
 def test_every_test_in_the_source_distribution_is_known_to_git(root, distributions):
     """A stray file would be grafted along."""
     known = subprocess.run(["git", "ls-files", "tests"], cwd=root, capture_output=True, text=True)

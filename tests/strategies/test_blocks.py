@@ -60,6 +60,11 @@ ALLOCATED = {"sampling": RandomAllocation()}
 LIMITED = {"sampling": TruncatedPoisson(30)}
 ALL = [CYCLIC, FIXED, LAMBDA, BANDED, ALLOCATED]
 IDS = ["cyclic", "fixed", "lambda", "banded", "allocated"]
+# A whole fit of each kind of block; what noise remembers is looked at in other tests.
+SOME = [
+    pytest.param(options, id=name, marks=[pytest.mark.slow] * (name in ("fixed", "banded")))
+    for options, name in zip(ALL, IDS, strict=True)
+]
 
 
 class Flat(L.LightningModule):
@@ -118,7 +123,7 @@ class Stop(L.Callback):
 # -- whole fits -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", ALL, ids=IDS)
+@pytest.mark.parametrize("options", SOME)
 def test_a_fit_keeps_its_budget_and_counts_its_steps(
     options, classifier, fit, numbered, charges, recording
 ):
@@ -140,7 +145,9 @@ def test_a_fit_keeps_its_budget_and_counts_its_steps(
     assert ("BandedNoise" in str(report)) == (type(options.get("noise")) is BandedNoise)
 
 
-@pytest.mark.parametrize(("workers", "accumulate"), [(0, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("workers", "accumulate"), [pytest.param(0, 1, marks=pytest.mark.slow), (1, 2)]
+)
 def test_an_allocated_epoch_has_each_record_once(recording, fit, numbered, workers, accumulate):
     """Also where the loader reads ahead, and where epochs of the Trainer end early."""
     loader = DataLoader(numbered(), batch_size=24, num_workers=workers)
@@ -158,7 +165,7 @@ def test_an_allocated_epoch_has_each_record_once(recording, fit, numbered, worke
     assert privacy.epsilon == PLDAccountant().epsilon(whole, 1e-5)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_batches_with_a_limit_take_no_more_and_the_report_names_it(
     recording, fit, numbered, charges, accumulate
 ):
@@ -223,7 +230,7 @@ def test_shuffled_once_is_another_order_that_repeats(recording, fit, numbered):
     assert sorted(order) == list(range(240)) != order
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_one_band_is_dp_sgd_bit_for_bit(classifier, fit, ordered, accumulate):
     weights = []
     for options in ({}, {"sampling": CyclicPoisson(1), "noise": BandedNoise(1)}):
@@ -304,7 +311,7 @@ def test_training_stops_before_the_charge_that_would_exceed_the_budget(classifie
     assert privacy.epsilon == pytest.approx(gdp_epsilon(math.sqrt(2) / 2, 1e-5), rel=1e-9)
 
 
-@pytest.mark.parametrize("options", ALL, ids=IDS)
+@pytest.mark.parametrize("options", SOME)
 def test_a_resume_begins_a_new_block_and_pays_for_it(
     recording, fit, numbered, charges, tmp_path, options
 ):

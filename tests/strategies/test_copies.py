@@ -111,7 +111,7 @@ def copying(classifier: Any) -> type[Any]:
     return Copying
 
 
-ENGINES = ("auto", "records", "hooks")
+ENGINES = ("auto", "records", pytest.param("hooks", marks=pytest.mark.slow))
 
 
 @pytest.mark.parametrize("engine", ENGINES)

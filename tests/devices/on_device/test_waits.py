@@ -21,7 +21,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "storm": (1, FITS["storm"]),
     "cubic": (3, FITS["cubic"]),  # once an inner step
 }
-SLOW = ("hooks", "layers", "ghost", "attention", "records", "rest", "storm")
+SLOW = ("hooks", "layers", "ghost", "attention", "records", "rest", "storm", "cubic")
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,9 @@ class Steep(nn.Module):
         return 1e3 * self.net(x)
 
 
-@pytest.mark.parametrize("cure", [None, {"box": 1.0}, {"max_step_size": 1e-6}])
+@pytest.mark.parametrize(
+    "cure", [None, {"box": 1.0}, pytest.param({"max_step_size": 1e-6}, marks=pytest.mark.slow)]
+)
 def test_steps_that_are_too_long_raise_with_their_cures(classifier, blobs, make_trainer, cure):
     estimator = CubicNewton(1e-3, 10.0, 60, 1e6, 1e9, **(cure or {}))
     privacy = private(noise_multiplier=0.0, estimator=estimator, sampling=FullBatch())

@@ -93,8 +93,12 @@ def run(folder: Path, processes: int, *scenarios: str) -> Path:
 def job(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """The folder in which two processes have left what they saw in every scenario asked for."""
     asks_rarely = any(each.get_closest_marker("slow") for each in request.session.items)
-    sharded = [] if fsdp_on_cpu.args[0] else [*MODELS, *SHARDED]
-    scenarios = [*ON_TWO, *(RARELY if asks_rarely else []), *(f"sharded {x}" for x in sharded)]
+    scenarios, sharded = [*ON_TWO], [*MODELS, *SHARDED]
+    if asks_rarely:
+        scenarios += RARELY
+        sharded += [f"block {name}" for name in BLOCKS]
+    if not fsdp_on_cpu.args[0]:
+        scenarios += [f"sharded {name}" for name in sharded]
     folder = tmp_path_factory.mktemp("job")
     done = launch(folder, 2, *scenarios, "lengths")  # which ends the job
     assert done.returncode != 0 and LENGTHS in done.stderr, done.stderr[-5000:]
@@ -558,7 +562,6 @@ SHARDED = (
     "saved",
     "resumed",
     "apart",
-    *(f"block {name}" for name in BLOCKS),
     "in order",
 )
 
@@ -707,6 +710,7 @@ def test_without_noise_and_clipping_it_is_plain_training_of_a_whole_model(job, s
         assert ("do not go into shards" in each["report"]) == (scenario == "ghost")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BLOCKS)
 @fsdp_on_cpu
 def test_batches_and_noise_of_a_block_over_shards(job, name):

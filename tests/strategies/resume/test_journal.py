@@ -35,7 +35,7 @@ def journals(folder: Path) -> list[Path]:
     return list(folder.rglob("*.journal"))
 
 
-@pytest.mark.parametrize("same_callback", [True, False])
+@pytest.mark.parametrize("same_callback", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_older_checkpoint_in_the_same_process_never_shrinks_the_ledger(
     fit, old, tmp_path, same_callback
 ):

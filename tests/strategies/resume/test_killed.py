@@ -70,7 +70,9 @@ def rounds(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     asked = [getattr(each, "callspec", None) for each in request.session.items]
     names = [each.params.get("name") for each in asked if each is not None]
     chosen = {name: what for name, what in ROUNDS.items() if name in names}
-    for name, what in {**chosen, "disk full": {"place": "disk full", "step": 7}, **BLOCKS}.items():
+    blocks = [each.params.get("block") for each in asked if each is not None]
+    chosen |= {name: what for name, what in BLOCKS.items() if name in blocks}
+    for name, what in {**chosen, "disk full": {"place": "disk full", "step": 7}}.items():
         run(Round(str(folder / name), **what))
     return folder
 
@@ -122,7 +124,11 @@ def test_checkpoints_of_a_killed_run_can_be_loaded(rounds):
 
 @pytest.mark.parametrize(
     ("block", "steps"),
-    [("in turns", [4, 4, 4, 2]), ("allocated", [12, 12, 6]), ("in order", [12, 12, 6])],
+    [
+        ("in turns", [4, 4, 4, 2]),
+        pytest.param("allocated", [12, 12, 6], marks=pytest.mark.slow),
+        pytest.param("in order", [12, 12, 6], marks=pytest.mark.slow),
+    ],
 )
 def test_a_kill_has_paid_for_the_block_and_the_rest_is_planned_for_what_is_left(
     rounds, block, steps
