@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--records", type=count, required=True, help="N, records in the training set")
     add("--epsilon", type=amount, nargs="+", required=True, help="budgets, a table for each")
     add("--delta", type=_read(probability), help="default: largest power of ten up to 1 / (10 N)")
-    relations = ("add_remove", "replace_one")
+    relations = ("add_remove", "replace_one", "zero_out")
     add("--relation", choices=relations, default="add_remove", help="default: %(default)s")
     add("--records-per-second", type=amount, help="gradients of records, of your machine")
     add("--hours", type=amount, help="the time that there is; needs --records-per-second")

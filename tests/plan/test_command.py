@@ -83,6 +83,13 @@ def test_batches_and_noise_are_compared_for_both_plans(capsys):
         assert all(("zero_out" in line) == ("FixedOrder" in line) for line in lines)
 
 
+def test_a_fixed_order_may_be_chosen_where_its_relation_is_asked_for(capsys):
+    asked = ["--records", "400", "--epsilon", "8", "--batch-size", "20", "--epochs", "1"]
+    assert main([*asked, "--batches", "--relation", "zero_out"]) == 0
+    out = capsys.readouterr().out
+    assert "* sampling=FixedOrder(), noise=LambdaCGD(" in out and "relation=" not in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
