@@ -144,7 +144,8 @@ class PLDAccountant(AbstractAccountant):
             >>> [round(delta, 6) for delta in PLDAccountant().profile(history, (0.0, 0.5, 1.0, 2.0))]
             [0.161018, 0.030569, 0.002613, 3e-06]
         """
-        asked = [not_negative("epsilon", epsilon) for epsilon in epsilons]
+        if not (asked := [not_negative("epsilon", epsilon) for epsilon in epsilons]):
+            raise ValueError("epsilons is empty; give at least one.")
         check_relation(relation)
         checked = CheckedHistory.of(history)
         steps, declared = checked.steps, Declared.of(checked.external(relation), relation)

@@ -114,6 +114,11 @@ def test_a_profile_is_close_to_delta_at_each_of_its_points(history, relation):
     assert read[::2] == pytest.approx(single[::2], rel=1e-3, abs=1e-15)
 
 
+def test_a_profile_of_no_point_is_refused():
+    with pytest.raises(ValueError, match="epsilons is empty"):
+        PLDAccountant().profile(PROFILED["sampled"], ())
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_each_direction_is_the_hockey_stick_of_its_pair(oracle, backward):
     """Removing a record and adding one are different pairs; both are computed, the larger counts."""
