@@ -1,4 +1,4 @@
-"""What samplings, remembered noise and averaged weights gain at equal ε and equal compute, tuned alike.
+"""Gains of samplings, remembered noise and averaged weights at equal ε and equal compute, tuned alike.
 
     python benchmarks/equal_compute.py --data DIR [--epsilon 3] [--noises 20] [--quick]
 

@@ -1,4 +1,4 @@
-"""What augmentations and rows of users gain on digits, at equal ε and tuned alike.
+"""Gains of augmentations and rows of users on digits, at equal ε and tuned alike.
 
     python benchmarks/units.py [--noises 20] [--quick]
 

@@ -151,15 +151,14 @@ class GridSearch:
 
     def profile(self, steps: Steps, epsilons: Sequence[float]) -> list[float]:
         """Return bounds of delta at each epsilon, all read from the grid of the target's epsilon."""
-        if all(epsilon == self.target.epsilon for epsilon in epsilons):
-            return [self.worst_direction(steps) for _ in epsilons]
+        at = self.target.epsilon
+        if all(epsilon == at for epsilon in epsilons):
+            return [self.worst_direction(steps)] * len(epsilons)
         merged = _merge_full_batch(steps)
         values = self._profile(merged, epsilons, 0.0)
         if self.relation != "replace_one":
             # Where this direction does not count at the target, its grid need not be fine.
-            least = max(
-                v for e, v in zip(epsilons, values, strict=True) if e == self.target.epsilon
-            )
+            least = max(v for e, v in zip(epsilons, values, strict=True) if e == at)
             backward = replace(self, backward=True)._profile(merged, epsilons, least)
             values = [max(both) for both in zip(values, backward, strict=True)]
         return values

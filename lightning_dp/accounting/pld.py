@@ -127,8 +127,7 @@ class PLDAccountant(AbstractAccountant):
     ) -> list[float]:
         """Return delta at each epsilon: upper bounds, accurate at the least and the largest.
 
-        Between them they are read from the grids of these two, the smaller bound of each: as fast
-        as two calls of :meth:`delta`.
+        Between them they are read from the grids of these two, the smaller bound of each.
 
         Args:
             history: pairs of an event and its count.
@@ -534,7 +533,7 @@ def trade_off_up_to(
     largest = pair[0]
     if not math.isfinite(largest):
         return TradeOff(((math.inf, 1.0),))
-    epsilons = [largest * part / _PARTS for part in range(_PARTS)]
+    epsilons = list(dict.fromkeys(largest * part / _PARTS for part in range(_PARTS)))
     if isinstance(judge, PLDAccountant):  # also on a coarser grid, δ is never below the truth
         coarse = replace(judge, rtol=max(judge.rtol, _TRADE_OFF_RTOL))
         deltas = coarse.profile(history, epsilons, relation)

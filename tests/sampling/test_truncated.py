@@ -168,7 +168,7 @@ def test_a_record_pushed_out_is_what_the_charge_is_about():
 
 @pytest.mark.parametrize(("limit", "excess"), [(120, 0.02), (140, 0.01), (160, 2e-3)])
 def test_it_is_never_below_another_accountant_and_close(limit, excess):
-    """Which averages over how a sample may be too large, and so may be a little lower."""
+    """An accountant that averages over how far a sample is too large, and so may be a little lower."""
     oracle = GooglePLD(NeighboringRelation.ADD_OR_REMOVE_ONE, 1e-3)
     one = TruncatedSubsampledGaussianDpEvent(10_001, 0.01, limit, 1.0)
     oracle.compose(SelfComposedDpEvent(one, 300))

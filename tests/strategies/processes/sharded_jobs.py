@@ -1,4 +1,4 @@
-"""What several processes do with a sharded model."""
+"""Jobs of several processes with a sharded model."""
 
 from __future__ import annotations
 

@@ -296,7 +296,7 @@ def test_both_kinds_of_steps_are_charged_with_the_noise_of_their_own(job):
 
 
 class Alone(L.LightningModule):
-    """What two ranks train in jobs.py, in one process."""
+    """The model that two ranks train in jobs.py, for one process."""
 
     def __init__(self, start: Tensor) -> None:
         super().__init__()
