@@ -317,9 +317,12 @@ def main() -> None:
     parser.add_argument("--epsilon", type=float, default=EPSILON, help="budget of each run")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each kind")
     parser.add_argument("--precision", help="of the Trainer; 16-mixed for a GPU without bfloat16")
+    parser.add_argument("--epochs", type=int, help="of the private training")
+    parser.add_argument("--chunk", type=int, help="records that go through the model together")
     parser.add_argument("--output", type=Path, default=Path("outputs/recipes"))
     options = parser.parse_args()
-    form = replace(options.form, precision=options.precision or options.form.precision)
+    given = {key: getattr(options, key) for key in ("precision", "epochs", "chunk")}
+    form = replace(options.form, **{key: value for key, value in given.items() if value})
     prepare()
     maker = token_maker(form)
     runs: dict[str, list[Outcome]] = {}
