@@ -171,6 +171,7 @@ def log(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[logging.LogRec
 # -- whole runs --------------------------------------------------------------------------------
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", FEDERATIONS)
 def test_a_bad_network_changes_neither_the_model_nor_the_ledgers(tmp_path, name):
     run(tmp_path, FEDERATIONS[name], BAD, seed=len(name))
@@ -436,6 +437,7 @@ def test_an_answer_counts_whatever_its_client_tells_of_itself(tmp_path):
     assert told.keys() == {"client", "num_clients", "epsilon"} and told["epsilon"] == 0.5
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -527,6 +529,7 @@ USELESS = ["too late", "another protocol", "longer than", "error 2", "error 4"]
 LIMITS = {"max_grad_norm": 1.0, "noise_multiplier": 2.0}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", USELESS)
 def test_a_round_goes_on_without_a_client_that_is_of_no_use(tmp_path, way, log):
     """A line a round names it, and what it did."""

@@ -61,6 +61,7 @@ def coupled_in(make, checks, change=list, **arguments):
     return kinds.count("coupled")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_no_false_alarm_in_some(name):
     make, arguments = KINDS[name]

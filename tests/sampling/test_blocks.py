@@ -201,6 +201,7 @@ def plan(sampling, noise, steps, z=1.0, **options):
     return Budget(config, BATCHES, ()), Budget(config, BATCHES, ()).plan(z, 0, steps)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("steps", "rounds"), [(8, 2), (9, 3), (12, 3), (101, 26)])
 def test_a_cyclic_run_is_as_many_poisson_rounds_as_another_accountant_finds(steps, rounds):
     _, found = plan(CyclicPoisson(4), BandedNoise(4), steps, z=1.3)
