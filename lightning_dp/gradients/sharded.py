@@ -26,6 +26,7 @@ __all__ = [
     "refuse_other_shards",
     "run_again",
     "shards_at_point",
+    "twin",
     "unit_rule",
 ]
 
@@ -195,31 +196,38 @@ class _Forward(nn.Module):
         return output
 
 
-def unit_rule(layer: nn.Module) -> Callable[..., Uses]:
+def unit_rule(layer: nn.Module, before: nn.Module) -> Callable[..., Uses]:
     """Return the rule of one call of such a layer, with the whole parameters of now.
 
-    They are kept, since torch lets go of them.
+    They are kept, since torch lets go of them; ``before`` is the layer as the call found it.
     """
     own = {name: p.detach().clone() for name, p in layer._parameters.items() if p is not None}
-    return partial(run_again, held=own)
+    return partial(run_again, held=own, before=before)
 
 
-def run_again(layer: nn.Module, *tensors: Tensor, held: Mapping[str, Tensor] | None = None) -> Uses:
+def run_again(
+    layer: nn.Module,
+    *tensors: Tensor,
+    held: Mapping[str, Tensor] | None = None,
+    before: nn.Module | None = None,
+) -> Uses:
     """Return the uses of a layer's parameters from its forward pass again, for each record alone.
 
     Args:
         layer: was called with the tensors but the last, the gradient of its output.
         tensors: have records first.
         held: its parameters by name; None if they are what the layer has.
+        before: a twin of the layer with what it kept before the call; None if that is what it keeps now.
     """
     named = dict(layer.named_parameters()) if held is None else held
+    before = layer if before is None else before
     values = {
         f"layer.{name}": at_least_float32(p.detach()) for name, p in named.items()
     }  # as inputs
 
     def of_record(*parts: Tensor) -> dict[str, Tensor]:
         *inputs, gradient = (part.unsqueeze(0) for part in parts)
-        run = partial(functional_call, _Forward(_twin(layer)), args=tuple(inputs))
+        run = partial(functional_call, _Forward(twin(before)), args=tuple(inputs))
         pulled: Any = vjp(run, values)
         output, back = pulled
         (found,) = back(gradient.to(output.dtype))
@@ -230,13 +238,13 @@ def run_again(layer: nn.Module, *tensors: Tensor, held: Mapping[str, Tensor] | N
     return [(layer.get_parameter(name), use) for name, use in uses]
 
 
-def _twin(module: nn.Module) -> nn.Module:
+def twin(module: nn.Module) -> nn.Module:
     """Return a copy with the same parameters, which keeps for itself what it writes, and logs nothing."""
-    twin = object.__new__(type(module))  # fully_shard's classes have another __new__
+    found = object.__new__(type(module))  # fully_shard's classes have another __new__
     for name, kept in vars(module).items():
-        vars(twin)[name] = copy(kept) if isinstance(kept, dict | list | set | deque) else kept
+        vars(found)[name] = copy(kept) if isinstance(kept, dict | list | set | deque) else kept
     if "_trainer" in vars(module):  # a LightningModule
-        vars(twin)["log"] = lambda *args, **kwargs: None
+        vars(found)["log"] = lambda *args, **kwargs: None
     for name, part in module._modules.items():
-        twin._modules[name] = part and _twin(part)
-    return twin
+        found._modules[name] = part and twin(part)
+    return found
