@@ -202,32 +202,25 @@ def unit_rule(layer: nn.Module, before: nn.Module) -> Callable[..., Uses]:
     They are kept, since torch lets go of them; ``before`` is the layer as the call found it.
     """
     own = {name: p.detach().clone() for name, p in layer._parameters.items() if p is not None}
-    return partial(run_again, held=own, before=before)
+    return lambda _, *tensors: run_again(before, *tensors, held=own)
 
 
-def run_again(
-    layer: nn.Module,
-    *tensors: Tensor,
-    held: Mapping[str, Tensor] | None = None,
-    before: nn.Module | None = None,
-) -> Uses:
+def run_again(layer: nn.Module, *tensors: Tensor, held: Mapping[str, Tensor] | None = None) -> Uses:
     """Return the uses of a layer's parameters from its forward pass again, for each record alone.
 
     Args:
         layer: was called with the tensors but the last, the gradient of its output.
         tensors: have records first.
         held: its parameters by name; None if they are what the layer has.
-        before: a twin of the layer with what it kept before the call; None if that is what it keeps now.
     """
     named = dict(layer.named_parameters()) if held is None else held
-    before = layer if before is None else before
     values = {
         f"layer.{name}": at_least_float32(p.detach()) for name, p in named.items()
     }  # as inputs
 
     def of_record(*parts: Tensor) -> dict[str, Tensor]:
         *inputs, gradient = (part.unsqueeze(0) for part in parts)
-        run = partial(functional_call, _Forward(twin(before)), args=tuple(inputs))
+        run = partial(functional_call, _Forward(twin(layer)), args=tuple(inputs))
         pulled: Any = vjp(run, values)
         output, back = pulled
         (found,) = back(gradient.to(output.dtype))

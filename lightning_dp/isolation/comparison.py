@@ -152,15 +152,10 @@ def movement(before: GradientSample, after: GradientSample, n: int, k: int) -> T
 def movement_if_ordered(
     before: GradientSample, after: GradientSample, n: int, k: int, eps: float
 ) -> float:
-    """Return how far the sum moved, in C, if a run has the gradients of another one in another order.
+    """Return how far the sum moved, in C, if some samples alone have gradients that they had among all.
 
-    By some of their entries, and their norms: each row of the second run is paired with the nearest one
+    By some entries of these, and their norms: each row of the second run is paired with the nearest one
     of the first; infinity where that is another gradient, and not this one up to rounding.
-
-    Args:
-        before, after: of all samples, and of some that ran alone.
-        n, k: see :func:`movement`.
-        eps: of the type in which the model computes.
     """
     if before.entries is None or after.entries is None:
         return math.inf
@@ -174,7 +169,8 @@ def movement_if_ordered(
         if not float(distances[nearest]) <= rounding * (float(row.norm()) + rounding):
             return math.inf
         pairs.append(left.pop(nearest))
-    found = GradientSample(before.entries[pairs].sum(0), before.norms[pairs], before.entries[pairs])
+    own = before.entries[pairs]
+    found = GradientSample(own.sum(0), before.norms[pairs], own)
     return float(movement(found, replace(after, total=after.entries.sum(0)), n, k))
 
 
