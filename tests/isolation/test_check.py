@@ -370,6 +370,15 @@ def test_models_that_read_the_padding_are_coupled(kind):
     assert found.kind == "coupled"
 
 
+@pytest.mark.parametrize("place", [0, 5])
+def test_padding_is_seen_though_all_samples_but_one_are_the_longest(place):
+    """Whatever else is kept holds a longest one, and is padded as before."""
+    samples = [(torch.randn(7, 3), torch.tensor(y % 3)) for y in range(8)]
+    samples[place] = torch.randn(2, 3), samples[place][1]
+    for kind, told in ((MeanOfAll, "coupled"), (Pools, "isolated")):
+        assert check_isolation(kind(), samples, collate_fn=padded, **LAYERS).kind == told
+
+
 # -- ordinary code ---------------------------------------------------------------------------------
 
 
