@@ -86,6 +86,23 @@ def test_an_order_is_no_fault_though_a_batch_of_another_size_is_rounded_otherwis
     assert kind_of(BatchStatistics()) == "coupled"
 
 
+def test_a_factor_for_all_is_no_rounding_though_each_record_moves_by_little():
+    class FollowsTheFirst(Model):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * (1.04 if batch[1][0] == 0 else 1.0)
+
+    for change in (list, in_bf16):
+        samples = change(batch(0, 16))
+        net = network().to(samples[0][0].dtype)
+        found = [
+            check_isolation(
+                kind(net, F.cross_entropy), samples, loss_graph_check=False, engine="layers"
+            )
+            for kind in (Model, FollowsTheFirst)
+        ]
+        assert [each.kind for each in found] == ["isolated", "coupled"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_no_false_alarm_in_many(name):
