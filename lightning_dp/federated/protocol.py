@@ -60,7 +60,7 @@ class Records(Protocol):
 
     @property
     def unit(self) -> str:
-        """The unit whose part is clipped: each "record" or "user", or the whole "client" once."""
+        """The unit whose part is clipped, each "record" or "user", or the whole "client" as one."""
 
     def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
         """Return the sum of the query over these records, each clipped; sensitive until it is noised."""

@@ -201,7 +201,7 @@ def _checked_stream(
         raise MisconfigurationError(
             f"The training set {name} is an IterableDataset of {size} records, of which num_workers="
             f"{workers} (on rank 0: {lead}) gave {found if found <= size else 'more'}. As many workers "
-            "on every rank must each give a part of its own: islice(records, info.id, None, "
+            "on every rank must give one part each: islice(records, info.id, None, "
             "info.num_workers), info = torch.utils.data.get_worker_info(). Or use num_workers=1.",
             topic="fixed-order",
         )
