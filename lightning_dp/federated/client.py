@@ -178,8 +178,8 @@ def draw(
 ) -> list[int]:
     """Sample the records of a batch, or users with rows of theirs: each with probability ``rate``."""
     drawn = sampling.draw(records.num_records, rate, rng)
-    users: RowsOfUnits | None = getattr(records, "users", None)
-    rows = users.draw(drawn, rng)[0] if users is not None and len(drawn) else drawn
+    users = getattr(records, "users", None)
+    rows = users.draw(drawn, rng)[0] if isinstance(users, RowsOfUnits) and len(drawn) else drawn
     return [int(row) for row in rows]
 
 

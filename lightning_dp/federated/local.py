@@ -79,7 +79,7 @@ class ModuleRecords(ABC):
         self._chunk_size = chunk_size or self._loader.batch_size or _CHUNK_SIZE
         _check_module(module)
         self.unit = "user" if isinstance(unit, UserLevel) else unit
-        self.users = users and users.rows_of(self._loader.dataset)
+        self.users = None if users is None else users.rows_of(self._loader.dataset)
         """The rows of each user, where users are protected."""
         self._module = module.to(device)
         self._device = torch.device(device)

@@ -153,7 +153,7 @@ class _Pickler(pickle.Pickler):
         try:
             return torch.from_numpy, (value.numpy(),)
         except (TypeError, RuntimeError):  # not of NumPy's types, or not dense
-            return value.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return value.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
 
 
 def _pickled(records: list[Any]) -> bytes:
