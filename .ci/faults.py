@@ -132,8 +132,8 @@ FAULTS = (
     Fault("kept_for_the_whole_batch", "(before.total - after.total).norm() * (n / k)", "* (k / n)"),
     Fault(
         "any_coupling_is_an_order",
-        "return are_in_other_rows(together.gradients, alone.gradients)",
-        "or True",
+        "return moved if moved <= max(self._limit(k), eps * whole) else math.inf",
+        "* 0",
     ),
     Fault("settled_from_another_state", "self._begin.restore()", "if 0 else None"),
     Fault("own_generators_not_seen", 'return any(each.kind == "random"', "and False"),

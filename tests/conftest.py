@@ -169,8 +169,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # of pytest-xdist: files with many tests first
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves slow tests out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order files by how long they take, as pytest-xdist hands them out."""
+    """Order files by how long they take, as pytest-xdist hands them out; leave cases to slow runs."""
 
     def place(item: pytest.Item) -> int:
         name = item.nodeid
@@ -179,6 +180,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
 
     items.sort(key=place)
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for alike in cases.values():  # as many of them run as ``few`` says, spread evenly
+        (count,) = alike[0].get_closest_marker("few").args
+        run = {len(alike) * k // count for k in range(count)}
+        for n, item in enumerate(alike):
+            if n not in run:
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

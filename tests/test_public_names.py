@@ -110,6 +110,7 @@ p.accounting.epsilon; print(p.__version__); p.metrics.PrivacyBudget; show()
 """
 
 
+@pytest.mark.slow  # imports in fresh processes
 def test_a_name_loads_what_it_needs_only_and_public_modules_need_no_import_of_their_own():
     done = subprocess.run(
         [sys.executable, "-c", STAGES], capture_output=True, text=True, check=True

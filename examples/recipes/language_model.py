@@ -239,7 +239,7 @@ def run(
     seed: int,
     epochs: int | None = None,
 ) -> Outcome:
-    """Train once, in a separate process, so that its memory can be measured."""
+    """Train once; on a CPU in a separate process, so that its memory can be measured."""
     prepare()
     L.seed_everything(seed, verbose=False)  # not of noise and batches
     weights, train, test = torch.load(data, weights_only=False)
@@ -282,6 +282,8 @@ def peak_memory(*, begin: bool = False) -> float | None:
 
 
 def alone(*args: Any, **kwargs: Any) -> Outcome:
+    if torch.cuda.is_available():  # whose allocator counts
+        return run(*args, **kwargs)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(run, *args, **kwargs).result()
 
@@ -317,9 +319,15 @@ def main() -> None:
     parser.add_argument("--epsilon", type=float, default=EPSILON, help="budget of each run")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each kind")
     parser.add_argument("--precision", help="of the Trainer; 16-mixed for a GPU without bfloat16")
+    parser.add_argument("--epochs", type=int, help="of the private training")
+    parser.add_argument("--public-epochs", type=int, help="over the public text")
+    parser.add_argument("--chunk", type=int, help="records that go through the model together")
     parser.add_argument("--output", type=Path, default=Path("outputs/recipes"))
     options = parser.parse_args()
-    form = replace(options.form, precision=options.precision or options.form.precision)
+    given = {
+        key: getattr(options, key) for key in ("precision", "epochs", "public_epochs", "chunk")
+    }
+    form = replace(options.form, **{key: each for key, each in given.items() if each is not None})
     prepare()
     maker = token_maker(form)
     runs: dict[str, list[Outcome]] = {}
@@ -327,6 +335,7 @@ def main() -> None:
         data = str(Path(folder, "data.pt"))
         torch.save((pretrained(form, maker), *private_text(form, maker)), data)
         start = alone(form, data, lora=False, epsilon=None, seed=0, epochs=0).loss
+        print(f"before the private text: {start:.3f}", flush=True)
         for name, lora in (("all weights", False), ("LoRA", True)):
             for way, epsilon in (("private", options.epsilon), ("plain", None)):
                 key = f"{name}, {way}"

@@ -523,8 +523,8 @@ def recover_journal(
     Args:
         checkpoint_path: a checkpoint of a private run.
         directory: where to write the new journal. A damaged one must be moved away first.
-        unrecorded_steps: an upper bound on the noised steps that any run of this ledger made and
-            that the checkpoint does not contain.
+        unrecorded_steps: an upper bound on the steps that any run of this ledger made and that the
+            checkpoint does not contain, those that asked nothing of the data too.
         costliest: an event that none of these steps cost more than, where the checkpoint cannot
             tell: noise chosen at run time, a plan that went on for longer, or another fit of the
             same callback with other batches or another noise multiplier.
@@ -612,11 +612,12 @@ def _costliest(
             f"as each of the unrecorded_steps={lost}, such as costliest=PoissonGaussian(z, q).",
             topic="journal-missing",
         )
-    steps = sum(count for _, count in known) + lost
-    until = bounds["until"]
-    if until is not None and steps > until:
+    # How far a run can have come in its plan: steps that asked nothing were not charged.
+    silent = sum(int(count) for _, count in (record.get("mechanism") or {}).get("unasked", ()))
+    before, until = sum(count for _, count in known) + silent, bounds["until"]
+    if until is not None and before + lost > until:
         raise RefusedSetting(
-            f"unrecorded_steps={lost} after {steps - lost} is more than the {until} steps whose cost "
+            f"unrecorded_steps={lost} after {before} is more than the {until} steps whose cost "
             "the checkpoint bounds. Give a smaller number, or costliest=, an event that costs at least "
             "as much as each of them.",
             topic="journal-missing",

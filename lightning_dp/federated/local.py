@@ -256,10 +256,7 @@ class LocalRecords(ModuleRecords):
         if self._one_record:
             self._chunk_size = 1
         if engine == "hooks" and self.users is not None:
-            raise ValueError(
-                "engine='hooks' has a gradient for each row, and with unit=UserLevel(...) a user has "
-                "several. Leave the engine at 'auto'."
-            )
+            raise ValueError("engine='hooks' has gradients of rows, not users. Use engine='auto'.")
         self._checks_graph = loss_graph_check and unit != "client"
         with self._passes() as passes:
             self.engine = passes.description

@@ -21,12 +21,8 @@ from lightning_dp.plotting import plot_federation, svg
 _log = logging.getLogger("lightning_dp.federated")
 
 _COLUMNS = ("round", "client", "answered", "epsilon")
-_UNITS = {
-    "record": "its records",
-    "user": "its users, each with all of their records",
-    "client": "its data as a whole",
-}
-_ONE_CLIENT = "- Assumed: a user has one id, and is at one client only. Nothing checks that."
+_UNITS = {"record": "its records", "user": "its users", "client": "its data as a whole"}
+_USERS = "- Users have all of their records. Assumed: each has one id, and is at one client only."
 _ANNEX = """
 - ε is what each client claims, from its own ledger: about {units}, by all runs over its data.
   By the plan: what this run's rounds cost at the noise that was agreed on, where it was.
@@ -243,7 +239,7 @@ def federation_page(summary: Mapping[str, Any], attendance: Iterable[Presence]) 
         remarks.append(_SAMPLED.format(epsilon, delta, summary["relation"]))
     if summary.get("seeded"):
         remarks.append("- The server draws repeatable noise: a test, which protects nobody.")
-    remarks += [_ONE_CLIENT] * (_UNITS["user"] in units)
+    remarks += [_USERS] * (_UNITS["user"] in units)
     annex = _ANNEX.format(units=" or ".join(sorted(units)) or "its data") if names else ""
     return "\n".join([*lines, annex + "\n".join(remarks)]).rstrip() + "\n"
 

@@ -31,7 +31,7 @@ from lightning_dp.gradients.graph import Survey, changes_order, survey
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.parameter_sum import ScratchPool
 from lightning_dp.gradients.rules import Rule, own_parameters, refuse_options, rule_of
-from lightning_dp.gradients.sharded import WholeParameters, is_unit, unit_rule
+from lightning_dp.gradients.sharded import WholeParameters, is_unit, twin, unit_rule
 
 __all__ = ["AbstractLayerEngine", "LayerCalls"]
 
@@ -88,6 +88,9 @@ class AbstractLayerEngine(AbstractGradientEngine):
         for layer, rule in rules.items():  # before the user's hooks, which may change the output
             register = partial(layer.register_forward_hook, prepend=True, with_kwargs=True)
             self._hooks.add(layer, register, partial(type(self)._watch, me, rule))
+            if rule is None:  # after the user's hooks, which do not run again
+                begin = partial(type(self)._begin, me)
+                self._hooks.add(layer, layer.register_forward_pre_hook, begin)
         self._whole.hang_on(self._hooks)
 
     def _rules(self, trained: Collection[int], units: bool) -> dict[nn.Module, Rule | None]:
@@ -110,6 +113,7 @@ class AbstractLayerEngine(AbstractGradientEngine):
 
     def _forget(self) -> None:
         self._calls: list[Call] = []
+        self._before: dict[nn.Module, nn.Module] = {}  # layers that are running, as they began
         self._problem: UnsupportedModelError | None = None
         self._unseen: dict[Any, str] = {}  # graph nodes of outputs with other parameters, and why
 
@@ -140,6 +144,9 @@ class AbstractLayerEngine(AbstractGradientEngine):
         finally:
             self._calls, self._problem, self._unseen = seen
 
+    def _begin(self, layer: nn.Module, args: Any) -> None:
+        self._before[layer] = twin(layer)
+
     def _watch(
         self,
         rule: Rule | None,
@@ -161,7 +168,7 @@ class AbstractLayerEngine(AbstractGradientEngine):
             self._problem = UnsupportedModelError(problem, topic="unsupported-layer")
         elif output.requires_grad:
             refuse_without_records(name, layer, args[0])
-            rule = unit_rule(layer) if rule is None else rule
+            rule = unit_rule(layer, self._before.pop(layer, layer)) if rule is None else rule
             inputs = [x if self._what == "duals" else x.detach() for x in args]
             kept, edge = self._keeps(inputs, output), get_gradient_edge(output)
             call = Call(rule, layer, kept, edge, folding=folding_in_force(), name=name)

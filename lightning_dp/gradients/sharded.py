@@ -26,6 +26,7 @@ __all__ = [
     "refuse_other_shards",
     "run_again",
     "shards_at_point",
+    "twin",
     "unit_rule",
 ]
 
@@ -195,13 +196,13 @@ class _Forward(nn.Module):
         return output
 
 
-def unit_rule(layer: nn.Module) -> Callable[..., Uses]:
+def unit_rule(layer: nn.Module, before: nn.Module) -> Callable[..., Uses]:
     """Return the rule of one call of such a layer, with the whole parameters of now.
 
-    They are kept, since torch lets go of them.
+    They are kept, since torch lets go of them; ``before`` is the layer as the call found it.
     """
     own = {name: p.detach().clone() for name, p in layer._parameters.items() if p is not None}
-    return partial(run_again, held=own)
+    return lambda _, *tensors: run_again(before, *tensors, held=own)
 
 
 def run_again(layer: nn.Module, *tensors: Tensor, held: Mapping[str, Tensor] | None = None) -> Uses:
@@ -219,7 +220,7 @@ def run_again(layer: nn.Module, *tensors: Tensor, held: Mapping[str, Tensor] | N
 
     def of_record(*parts: Tensor) -> dict[str, Tensor]:
         *inputs, gradient = (part.unsqueeze(0) for part in parts)
-        run = partial(functional_call, _Forward(_twin(layer)), args=tuple(inputs))
+        run = partial(functional_call, _Forward(twin(layer)), args=tuple(inputs))
         pulled: Any = vjp(run, values)
         output, back = pulled
         (found,) = back(gradient.to(output.dtype))
@@ -230,13 +231,13 @@ def run_again(layer: nn.Module, *tensors: Tensor, held: Mapping[str, Tensor] | N
     return [(layer.get_parameter(name), use) for name, use in uses]
 
 
-def _twin(module: nn.Module) -> nn.Module:
+def twin(module: nn.Module) -> nn.Module:
     """Return a copy with the same parameters, which keeps for itself what it writes, and logs nothing."""
-    twin = object.__new__(type(module))  # fully_shard's classes have another __new__
+    found = object.__new__(type(module))  # fully_shard's classes have another __new__
     for name, kept in vars(module).items():
-        vars(twin)[name] = copy(kept) if isinstance(kept, dict | list | set | deque) else kept
+        vars(found)[name] = copy(kept) if isinstance(kept, dict | list | set | deque) else kept
     if "_trainer" in vars(module):  # a LightningModule
-        vars(twin)["log"] = lambda *args, **kwargs: None
+        vars(found)["log"] = lambda *args, **kwargs: None
     for name, part in module._modules.items():
-        twin._modules[name] = part and _twin(part)
-    return twin
+        found._modules[name] = part and twin(part)
+    return found

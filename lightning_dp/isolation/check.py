@@ -24,11 +24,11 @@ from lightning_dp.isolation.comparison import (
     GradientSample,
     Variants,
     are_given_the_same,
-    are_in_other_rows,
     are_same_rows,
     first_that_mixes,
     have_same_shapes,
     movement,
+    movement_if_ordered,
     paired_rows,
     places_in,
     resolution,
@@ -51,6 +51,7 @@ __all__ = [
 # A fault shows in so many of the further exchanges; a tie that rounding decides does not come again.
 _ATTEMPTS, _MUST_SHOW = 8, 2
 _KEPT = ("buffer", "parameter")  # in every checkpoint
+_TOO_COARSE = "the model computes in half precision, which is too coarse"
 
 
 @dataclass(frozen=True)
@@ -217,10 +218,14 @@ class Check:
     def _is_suspect(self, first: _PairResult) -> bool:
         """Return False if the same samples give something else again, or were only put in an order."""
         control = self._run(self._samples, self._kept(0))
-        ordered = [self._is_only_ordered(self._kept(i)) for i in range(2)]  # all ranks make both
+        ordered = max(
+            self._moved_if_ordered(self._kept(i)) for i in range(2)
+        )  # all ranks make both
         if not self._repeats(first, control):
             return False
-        if all(ordered) and not (first.buffers or first.settings or first.public):
+        if ordered < math.inf and not (first.buffers or first.settings or first.public):
+            if not ordered <= TOLERANCE:
+                self.not_compared = _TOO_COARSE
             return False
         variants = Variants.of(self._samples, self._kept(0))
         together = self._runner.batch_of(variants.together, self._start)
@@ -232,18 +237,21 @@ class Check:
             return False
         return True
 
-    def _is_only_ordered(self, kept: list[int]) -> bool:
-        """Return True if a model only sorted or shuffled its samples."""
+    def _moved_if_ordered(self, kept: list[int]) -> float:
+        """Return how far the sum moved if a model only sorted or shuffled its samples; else infinity."""
         samples = [self._samples[place] for place in kept]
         try:
             with without_dropout(self._runner.module):
                 together = self._run(self._samples, range(len(self._samples)))
                 alone = self._run(samples, range(len(kept)))
         except Exception:  # of the user's code, for which so few may be too few
-            return False
+            return math.inf
         if together.has_drawn or together.gradients is None or alone.gradients is None:
-            return False
-        return are_in_other_rows(together.gradients, alone.gradients)
+            return math.inf
+        whole, eps, k = self._settings.whole, self._settings.eps, len(kept)
+        moved = movement_if_ordered(together.gradients, alone.gradients, whole, k, eps)
+        # The mean's 1/n may be rounded the same way for all samples.
+        return moved if moved <= max(self._limit(k), eps * whole) else math.inf
 
     def _pair(self, attempt: int, *, watched: bool = False) -> _PairResult:
         """Run the samples together, with some of them exchanged, and without these."""
@@ -395,7 +403,7 @@ class Check:
             if not distance <= limit:
                 seen.append(kind)
             elif not distance <= TOLERANCE:
-                self.not_compared = "the model computes in half precision, which is too coarse"
+                self.not_compared = _TOO_COARSE
         return seen
 
     def _repeats(self, first: _PairResult, control: Run) -> bool:

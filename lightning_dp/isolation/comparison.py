@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -41,11 +41,11 @@ __all__ = [
     "UnitRows",
     "Variants",
     "are_given_the_same",
-    "are_in_other_rows",
     "are_same_rows",
     "first_that_mixes",
     "have_same_shapes",
     "movement",
+    "movement_if_ordered",
     "own_copies",
     "owners_in",
     "paired_rows",
@@ -60,6 +60,7 @@ TOLERANCE = 0.05
 """C that the sum of the whole batch may move by: rounding, and no coupling worth the name."""
 
 _ROUNDING = 1e-4  # of a gradient's length
+_SINGLE, _HALF_ROUNDING = 1e-5, 8.0  # eps of coarser types is larger; so many of it are rounding
 _OUTPUT_ROUNDING = 1e-3  # of a module's largest output
 _SKETCH = 1 << 16  # entries that are kept of a longer sum
 _PARAMETERS, _ENTRIES = 8, 32  # of so many parameters, so many entries of each gradient
@@ -148,23 +149,29 @@ def movement(before: GradientSample, after: GradientSample, n: int, k: int) -> T
     return torch.maximum(moved, apart)
 
 
-def are_in_other_rows(before: GradientSample, after: GradientSample) -> bool:
-    """Return True if all gradients of the second run are among those of the first, up to rounding.
+def movement_if_ordered(
+    before: GradientSample, after: GradientSample, n: int, k: int, eps: float
+) -> float:
+    """Return how far the sum moved, in C, if some samples alone have gradients that they had among all.
 
-    By some of their entries, and their norms; each row of the first run stands for one of the second.
+    By some entries of these, and their norms: each row of the second run is paired with the nearest one
+    of the first; infinity where that is another gradient, and not this one up to rounding.
     """
     if before.entries is None or after.entries is None:
-        return False
+        return math.inf
     rows = torch.cat([before.entries, before.norms.unsqueeze(1)], dim=1)
     others = torch.cat([after.entries, after.norms.unsqueeze(1)], dim=1)
-    left = list(range(len(rows)))
+    rounding = max(_ROUNDING, 0.0 if eps < _SINGLE else _HALF_ROUNDING * eps)
+    left, pairs = list(range(len(rows))), list[int]()
     for row in others:
         distances = (rows[left] - row).norm(dim=1)
         nearest = int(distances.argmin())
-        if not float(distances[nearest]) <= _ROUNDING * (float(row.norm()) + _ROUNDING):
-            return False
-        left.pop(nearest)
-    return True
+        if not float(distances[nearest]) <= rounding * (float(row.norm()) + rounding):
+            return math.inf
+        pairs.append(left.pop(nearest))
+    own = before.entries[pairs]
+    found = GradientSample(own.sum(0), before.norms[pairs], own)
+    return float(movement(found, replace(after, total=after.entries.sum(0)), n, k))
 
 
 def resolution(eps: float, n: int, k: int) -> float:
@@ -183,7 +190,7 @@ def resolution(eps: float, n: int, k: int) -> float:
         >>> resolution(torch.finfo(torch.bfloat16).eps, 512, 128) < TOLERANCE
         False
     """
-    return (256.0 if eps < 1e-5 else 8.0) * eps * n / math.sqrt(k)
+    return (256.0 if eps < _SINGLE else _HALF_ROUNDING) * eps * n / math.sqrt(k)
 
 
 def _places(sizes: list[int], generator: torch.Generator) -> tuple[Tensor, Tensor]:

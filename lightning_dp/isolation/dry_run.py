@@ -26,7 +26,7 @@ from lightning_dp.isolation.comparison import GradientSample, UnitRows, take_sam
 from lightning_dp.isolation.replay import Run, Runner
 from lightning_dp.isolation.state import TwinState
 
-__all__ = ["DryRun", "find_layout", "mean_or_sum"]
+__all__ = ["DryRun", "find_layout", "mean_or_sum", "same_places", "size_of"]
 
 _SAMPLES, _FEWEST, _CLASSES = 4, 2, 2
 _NOTHING = 1e-30  # the norm of a gradient that is rounding alone
@@ -186,12 +186,12 @@ def _checks(
         seed = _FIRST if together is not None else _FIRST + kept[0]
         start = RandomState.seeded(runner.device, seed)
         asked = settings(whole=len(first.samples), seed=_SEED, fewer=i == 0)
-        check = Check(runner, first.samples, asked, partial(_same, kept), twins, start)
+        check = Check(runner, first.samples, asked, partial(same_places, kept), twins, start)
         check.together = together
         yield check
 
 
-def _same(kept: list[int], attempt: int) -> list[int]:
+def same_places(kept: list[int], attempt: int) -> list[int]:
     """Return the same places at every attempt."""
     return kept
 
@@ -267,6 +267,12 @@ def _lengths_in(sample: Any) -> set[int]:
     """Return the lengths of a sample's arrays and lists of numbers in their first dimension."""
     shapes = map(_shape_of, leaves(sample, rows=True))
     return {shape[0] for shape in shapes if shape and shape[0] > 1}
+
+
+def size_of(sample: Any) -> int:
+    """Return the number of entries of a sample's arrays, lists of numbers and texts."""
+    found = leaves(sample, rows=True)
+    return sum(len(x) if isinstance(x, str | bytes) else math.prod(_shape_of(x)) for x in found)
 
 
 def _shape_of(leaf: Any) -> Sequence[int]:

@@ -18,7 +18,7 @@ from lightning_dp.gradients.batches import call_training_step
 from lightning_dp.gradients.compiled import as_written
 from lightning_dp.isolation.check import Check, Outcome, Schedule, Settings, outcome_of
 from lightning_dp.isolation.comparison import own_copies
-from lightning_dp.isolation.dry_run import DryRun, find_layout, mean_or_sum
+from lightning_dp.isolation.dry_run import DryRun, find_layout, mean_or_sum, same_places, size_of
 from lightning_dp.isolation.replay import Pipeline, Runner
 from lightning_dp.isolation.state import TwinState
 
@@ -42,7 +42,7 @@ def check_isolation(
     Through ``collate_fn``, the hooks of transfer, ``training_step`` and the engine, the clipped sum of
     those that stay must move by no more than 0.05 C in the whole batch, and what the module keeps must
     be the same. ``lightning_dp/isolation/comparison.py`` has the formula. The kept samples are drawn
-    six times.
+    six times, the last time among the smaller half, so that no largest one is there to pad them.
 
     If the samples are private, so is the outcome (it is computed without noise): look at it yourself,
     and do not publish it.
@@ -109,12 +109,21 @@ def check_isolation(
 def _checks(runner: Runner, samples: list[Any], clip_norm: float) -> Iterator[Check]:
     query, schedule = Query((Term(),), clip_norm, 0.0), Schedule("by hand")
     eps = max(torch.finfo(param.dtype).eps for param in runner.params)
-    twins = TwinState(runner.module)
+    twins, smaller = TwinState(runner.module), _smaller_half(samples)
     for look in range(_LOOKS):
         kept = partial(schedule.kept, look, 0, len(samples), first=look)
+        if look == _LOOKS - 1 and smaller:
+            kept = partial(same_places, smaller)
         settings = Settings(query, len(samples), eps, seed=look)
         start = RandomState.seeded(runner.device, look)
         yield Check(runner, samples, settings, kept, twins, start)
+
+
+def _smaller_half(samples: list[Any]) -> list[int]:
+    """Return the places of the smaller half of samples; of the largest size there is none."""
+    sizes = list(map(size_of, samples))
+    order = sorted(range(len(samples)), key=sizes.__getitem__)
+    return sorted(place for place in order[: len(samples) // 2] if sizes[place] < max(sizes))
 
 
 def _transferred(module: LightningModule, batch: Any) -> Any:

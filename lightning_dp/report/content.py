@@ -455,7 +455,9 @@ class Page:
         report, why = self.report, ""
         epsilon, history = report.epsilon, report.history()
         if self.charges is not None and self.epsilon is not None and self.epsilon > epsilon:
-            epsilon, history, why = self.epsilon, self.charges.history(), "journal"
+            # Another computer's rounding moves ε of the same charges.
+            why = "journal" if self.charges.history() != history else ""
+            epsilon, history = self.epsilon, self.charges.history()
         only_the_pair = report.claims_budget
         spent = epsilon
         if (of_plan := report.epsilon_of_plan) is not None and of_plan > epsilon:

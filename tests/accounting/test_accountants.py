@@ -49,6 +49,7 @@ def error_of(accountant):
     return 0.2 if isinstance(accountant, OpacusPRVAccountant) else 1e-3
 
 
+@pytest.mark.few(1)
 @every_accountant
 @examples(max_examples=7)
 @given(history=histories, z=st.floats(1.0, 1.5), q=st.floats(0.3, 1.0), at=st.floats(-9, -3))
@@ -65,6 +66,7 @@ def test_less_noise_larger_rates_more_steps_and_smaller_deltas_cost_more(
     assert accountant.epsilon(history, 3 * delta) <= most
 
 
+@pytest.mark.few(1)
 @every_accountant
 @examples(max_examples=7)
 @given(history=histories, at=st.floats(-9, -3))
@@ -108,6 +110,7 @@ def bracket(oracle):
     return [oracle.dp_accounting_epsilons([1e-5], pairs, 1e-4, up)[0] for up in (False, True)]
 
 
+@pytest.mark.few(1)
 @every_accountant
 def test_never_below_the_lower_oracle_nor_far_above_the_upper(accountant, bracket):
     low, high = bracket

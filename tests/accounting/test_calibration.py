@@ -67,6 +67,7 @@ class Plain(AbstractAccountant):
 SPENT = [(PoissonGaussian(1.0, 0.01), 300), (Gaussian(9.0), 1)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("accountant", "spent"),
     [(PLDAccountant(), []), (PLDAccountant(), SPENT), (RDP, []), (Plain(), SPENT)],
@@ -80,6 +81,7 @@ def test_many_distinct_values_after_others_use_the_budget(accountant, spent, las
     assert target * (1 - 1e-3) <= accountant.epsilon([*spent, *plan], 1e-6) <= target
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("last", "scale"), [(1.0, 0.8138), (0.25, 2.535), (1 / 30, 17.77)])
 def test_schedules_from_the_documents(last, scale):
     found = calibrate(lambda t: last ** (t / 999), 0.01, 1000, 3.0, 1e-5)

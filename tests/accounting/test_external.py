@@ -135,6 +135,7 @@ def test_renyi_divergences_are_those_of_dp_accounting():
     np.testing.assert_allclose(ours, theirs._rdp, rtol=1e-9)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("steps", [[], [STEPS]], ids=["alone", "next to steps"])
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(log_rho=st.floats(-2.5, 0))

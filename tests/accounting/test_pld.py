@@ -98,6 +98,7 @@ PROFILED = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("relation", RELATIONS)
 @pytest.mark.parametrize(
     "history",
@@ -297,6 +298,7 @@ def test_reference_values(history, at, expected, rtol, relation):
     assert epsilon(history, at, relation) == pytest.approx(expected, rel=rtol)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("z", "q", "steps", "at", "relation", "truth"),
     [  # by convolution on a grid of 2^20 losses that keeps the mean

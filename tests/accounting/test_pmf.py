@@ -191,6 +191,7 @@ LENGTHS = sorted(
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "relation", "delta", "spent"),
     [

@@ -29,6 +29,7 @@ QUICK = (
 TOLD = ("by construction", "compared on synthetic samples", "synthetic samples were not compared")
 
 
+@pytest.mark.few(6)
 @pytest.mark.filterwarnings("ignore:.*number of training batches")
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.parametrize(

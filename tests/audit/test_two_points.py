@@ -86,6 +86,7 @@ def test_without_the_checks_epsilon_is_false(name):
     assert found.bound > found.claimed
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", some(BAD, QUICK))
 def test_with_the_checks_a_fit_is_refused_or_voided(name, request):
     if name in NOT_SEEN:

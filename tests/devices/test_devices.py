@@ -34,6 +34,7 @@ def run_suite(library: Path, marker: str) -> None:
     assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2_000:]
 
 
+@pytest.mark.slow  # with the compiler half a minute
 def test_private_training_runs_on_a_device(library: Path) -> None:
     run_suite(library, "not slow")
 

@@ -58,6 +58,7 @@ def _slow_run(net: nn.Module, data: Any, clip_norm: float, steps: int, lr: float
     return x
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("chunk", [240, 80])
 @pytest.mark.parametrize("clip_norm", [100.0, 0.3])
 def test_differences_equal_a_slow_loop(classifier, mlp, blobs, make_trainer, chunk, clip_norm):

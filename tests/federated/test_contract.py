@@ -83,6 +83,7 @@ def test_a_bad_network_changes_neither_the_model_nor_the_ledgers(federation, tmp
         )
 
 
+@pytest.mark.few(4)
 def test_a_server_that_dies_goes_on_from_any_state(federation, tmp_path):
     """Saved and restored between any two calls, it loses and doubles nothing."""
     rng, holder = random.Random(1), [federation.begin()]

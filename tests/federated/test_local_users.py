@@ -244,7 +244,7 @@ def test_a_killed_round_is_charged_before_data_and_made_again_from_the_same_rows
 def test_what_cannot_protect_users_is_refused(module, tmp_path):
     with pytest.raises(ValueError, match=r"unit='people' must be one of .*, or a UserLevel"):
         LocalRecords(module, data(), unit="people")
-    with pytest.raises(ValueError, match="engine='hooks' has a gradient for each row"):
+    with pytest.raises(ValueError, match="engine='hooks' has gradients of rows"):
         local(module, engine="hooks")
     with pytest.raises(ValueError, match="has 11 ids, and the training set has 12 rows"):
         local(module, users=USERS[1:])

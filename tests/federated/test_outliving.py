@@ -92,6 +92,7 @@ def late_or_away(c: int, i: int) -> bool:
     return (c, i) not in {(0, 0), (1, 2), (2, 3), (2, 5)}
 
 
+@pytest.mark.few(3)
 def test_who_is_away_counts_as_zero_and_is_charged_nothing(federation, tmp_path):
     """The end is the twin's whose loop skips them, also of a server that is restored at any time."""
     holder = [federation.begin(TWO)]
@@ -115,6 +116,7 @@ def test_who_is_away_counts_as_zero_and_is_charged_nothing(federation, tmp_path)
         torch.testing.assert_close(end.point, twin, rtol=0, atol=1e-12)
 
 
+@pytest.mark.few(3)
 def test_a_client_that_died_in_a_round_is_back_in_the_next_and_draws_no_second_noise(
     federation, tmp_path
 ):
@@ -153,6 +155,7 @@ def test_a_client_that_died_in_a_round_is_back_in_the_next_and_draws_no_second_n
         assert charged == Counter(dict(federation.events(c)))
 
 
+@pytest.mark.few(3)
 def test_below_the_quorum_a_round_waits_and_nothing_is_lost(federation, tmp_path):
     server, make = federation.begin(TWO), federation.clients(tmp_path)
     assert server.receive(0, make(0).answer(server.request(0)))
@@ -169,6 +172,7 @@ def test_below_the_quorum_a_round_waits_and_nothing_is_lost(federation, tmp_path
         federation.begin(Quorum(clients=3)).load_state_dict(server.state_dict())
 
 
+@pytest.mark.few(3)
 def test_without_budget_clients_leave_as_long_as_there_is_a_quorum(federation, tmp_path):
     server, make = federation.begin(TWO), federation.clients(tmp_path)
     poor = federation.clients(tmp_path, target_epsilon=1e-6)
@@ -307,6 +311,7 @@ def hostile_run(federation: Federation, seed: int, tries: int = 4) -> tuple[int,
     return count, refused
 
 
+@pytest.mark.few(3)
 def test_spoilt_messages_kill_nothing_and_the_others_end_as_if_that_client_were_away(federation):
     assert hostile_run(federation, seed=0)[1] >= 4
 

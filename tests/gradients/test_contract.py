@@ -144,6 +144,7 @@ def ask(passes: RecordPasses, chunk: Replay, *terms: Term, rows: Tensor, **optio
     assert (answer.value - expected).norm() <= 1e-8 * max(expected.norm(), 1e-9)
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_engines_are_right_about_a_model_or_refuse_it(name):
     """All but whole batches of which a record sees others: what refuses those are other checks."""

@@ -90,6 +90,7 @@ def held() -> int:
     return sum(each.shape[-1:] == (ODD,) for each in tensors)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "kept"), [(GhostClipping, False), (LayerCalls, True)])
 def test_a_checkpoint_drops_the_inputs_of_its_layers(kind, kept, oracle):
     net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, ODD), nn.Tanh(), nn.Linear(ODD, 3))

@@ -150,6 +150,43 @@ def test_what_layers_that_run_again_keep_is_of_the_forward_pass(oracle, dtype):
     torch.testing.assert_close(module[0].inner.latest, batch, rtol=0, atol=0)
 
 
+class Annealed(nn.Module):
+    """Each call is another function, by what the calls before it have left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner = weight(6)(), nn.Identity()
+        self.register_buffer("total", torch.ones(()))
+        self.begin()
+
+    def begin(self) -> None:
+        self.calls, self.inner.heat, self.total = 1, 1.0, torch.ones_like(self.total)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.sin(self.calls * self.inner.heat * self.total * x * self.scale)
+        self.calls, self.inner.heat, self.total = self.calls + 1, 3.0, self.total + 1
+        return y
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_layers_that_run_again_begin_with_what_their_call_began_with(oracle, calls):
+    """Those that hold shards."""
+    layer, batch = Annealed(), oracle.features()
+    module = nn.Sequential(*[layer, nn.Tanh()] * calls)
+
+    def alone(module: nn.Module, x: Tensor) -> Tensor:
+        module[0].begin()
+        return module(x)
+
+    expected = oracle.one_by_one(module, batch, alone)
+    engine = LayerCalls(module, oracle.trained(module), units=True)
+    found = oracle.run(engine, module, batch)
+    torch.testing.assert_close(found.norms(), expected.norm(dim=1), rtol=1e-4, atol=1e-7)
+    total = found.weighted_sum(torch.ones(oracle.records))
+    torch.testing.assert_close(total.double(), expected.sum(0), rtol=1e-4, atol=1e-5)
+    assert layer.calls == 1 + calls
+
+
 def test_the_second_direction_of_opacus_layers_is_no_other_order(oracle):
     torch.manual_seed(0)
     module = DPLSTM(6, 3, bidirectional=True, batch_first=True)

@@ -102,6 +102,7 @@ def forgotten() -> Any:
     Watcher.seen = None
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", KEPT)
 def test_tensors_of_records_that_are_kept_are_refused_and_records_run_one_by_one(name):
     example = KEPT[name]

@@ -32,6 +32,7 @@ APART = [name for name, each in EXAMPLES.items() if not each.mixes]
 RARE = [name for i, name in enumerate(APART) if i % 3 and name not in ("mlp", "cnn")]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in RARE else n for n in APART]
 )

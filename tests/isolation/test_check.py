@@ -80,6 +80,7 @@ MIXING = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_loss_that_couples_records_is_seen(loss):
     found = check_isolation(
@@ -90,6 +91,7 @@ def test_a_loss_that_couples_records_is_seen(loss):
     assert "mean over the records" in found.reason or "loss of single records" in found.reason
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", MIXING)
 def test_a_layer_that_mixes_records_is_named_with_a_cure(name):
     found = check_isolation(
@@ -102,6 +104,7 @@ def test_a_layer_that_mixes_records_is_named_with_a_cure(name):
         assert "layers that treat each record alone" in found.reason
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("loss", "engine"),
     [
@@ -158,6 +161,7 @@ def divided_by_their_number(samples):
 MIXED = [mixup, standardised, sorts_one_part, vocabulary, divided_by_their_number]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("collate", MIXED)
 def test_a_collate_fn_that_mixes_samples_is_seen(collate):
     found = check_isolation(classifier(), records(), collate_fn=collate, **LAYERS)
@@ -195,6 +199,7 @@ class Counting:
 APART = [default_collate, sorted_by_feature, noisy, one_flip_for_all, Counting()]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("collate", "engine"), [*((each, "layers") for each in APART), (sorted_by_feature, "auto")]
 )
@@ -261,6 +266,7 @@ class Structured(Model):
 STRUCTURES = [dictionary, examples, lists]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("collate", STRUCTURES)
 @pytest.mark.parametrize("couples", [False, True])
 def test_samples_and_batches_of_any_structure(collate, couples):
@@ -347,6 +353,7 @@ class AttendsToAll(Pools):
         return super().pooled(F.scaled_dot_product_attention(self.query(h), h, h), mask)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("collate", [padded, padded_to_eights])
 @pytest.mark.parametrize("kind", [Pools, Attends, LastReal])
 def test_models_that_mask_the_padding_are_isolated(kind, collate):
@@ -354,12 +361,22 @@ def test_models_that_mask_the_padding_are_isolated(kind, collate):
     assert found.kind == "isolated"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [MeanOfAll, OverTheLongest, AttendsToAll])
 def test_models_that_read_the_padding_are_coupled(kind):
     found = check_isolation(
         kind(), sequences(), collate_fn=padded, loss_graph_check=False, max_grad_norm=0.1, **LAYERS
     )
     assert found.kind == "coupled"
+
+
+@pytest.mark.parametrize("place", [0, 5])
+def test_padding_is_seen_though_all_samples_but_one_are_the_longest(place):
+    """Whatever else is kept holds a longest one, and is padded as before."""
+    samples = [(torch.randn(7, 3), torch.tensor(y % 3)) for y in range(8)]
+    samples[place] = torch.randn(2, 3), samples[place][1]
+    for kind, told in ((MeanOfAll, "coupled"), (Pools, "isolated")):
+        assert check_isolation(kind(), samples, collate_fn=padded, **LAYERS).kind == told
 
 
 # -- ordinary code ---------------------------------------------------------------------------------
@@ -405,6 +422,7 @@ def shares_noise(model, x, y):
     return x - x.mean(0), y
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("change", [in_place, own_generator, own_numpy_generator, sorts])
 def test_ordinary_code_passes(change):
     assert check_isolation(Edits(change), records(), **LAYERS).kind == "isolated"
@@ -481,6 +499,7 @@ def test_records_in_buffers_and_frozen_weights_are_seen(kind):
     assert "without noise" in found.reason
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [Keeps, CountsInABuffer, Teaches])
 def test_what_nothing_reads_and_what_follows_no_record_passes(kind):
     assert check_isolation(kind(), records(), **LAYERS).kind == "isolated"

@@ -10,7 +10,13 @@ import torch
 
 from lightning_dp.clipping import Automatic, Flat, ParameterGroups
 from lightning_dp.gradients.parameter_sum import MaterialisedGradients
-from lightning_dp.isolation.comparison import TOLERANCE, movement, resolution, take_sample
+from lightning_dp.isolation.comparison import (
+    TOLERANCE,
+    movement,
+    movement_if_ordered,
+    resolution,
+    take_sample,
+)
 
 N, D = 8, 400
 SIZES = [300, 100]
@@ -173,6 +179,24 @@ def test_the_sketch_is_linear_and_the_same_each_time():
     after[:, 1000] += 300.0
     pair = [sample(each, (0, 1), 1e4, [length]) for each in (before, after)]
     assert float((pair[0].total - pair[1].total).norm()) == pytest.approx(0.06, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_in_another_order_have_not_moved_and_others_have(dtype):
+    n, rows, eps = 256, range(0, 256, 4), torch.finfo(dtype).eps
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(1))
+    noise = 2 * eps * gradients(1, n)  # of each coordinate, as rounding is
+
+    def found(after):
+        whole, few = sample(gradients(0, n)[order], range(n)), sample(after[rows], range(len(rows)))
+        return movement_if_ordered(whole, few, n, len(rows), eps)
+
+    limit = max(TOLERANCE, resolution(eps, n, len(rows)))
+    assert found(gradients(0, n) * (1 + noise)) <= limit
+    # Each by 2 % only, but all the same way: a coupling, also in half precision.
+    assert not found(gradients(0, n) + 0.02) <= limit
+    assert not found(gradients(0, n) * 1.05) <= limit
+    assert found(gradients(1, n)) == math.inf
 
 
 def test_engines_without_single_gradients_are_compared_by_the_sum():

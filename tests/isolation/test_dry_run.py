@@ -182,6 +182,7 @@ class Encoder(Model):
         return self.of(loss.sum(1) + 0.5 * (mean**2 + log.exp() - log - 1).sum(1))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_the_sum_of_an_autoencoder_is_refused_and_its_mean_is_not(fit, seed):
     torch.manual_seed(seed)

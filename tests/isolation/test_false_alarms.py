@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from lightning_dp.audit import check_isolation
-from tests.isolation.conftest import Model, network
+from tests.isolation.conftest import BatchStatistics, Model, network
 from tests.isolation.test_check import LastReal, MeanOfAll, Pools, padded, sequences
 
 LOOKS = 6  # of each check
@@ -61,10 +61,29 @@ def coupled_in(make, checks, change=list, **arguments):
     return kinds.count("coupled")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_no_false_alarm_in_some(name):
     make, arguments = KINDS[name]
     assert coupled_in(make, 2, **arguments) == 0  # of 8 and 16 samples
+
+
+@pytest.mark.parametrize(("kind", "collate"), [(Sorts, default_collate), (Model, sorting)])
+@pytest.mark.parametrize("n", [12, 45])
+def test_an_order_is_no_fault_though_a_batch_of_another_size_is_rounded_otherwise(n, kind, collate):
+    x = torch.randn(n, 64, generator=torch.Generator().manual_seed(1))
+    samples = in_bf16(zip(x, torch.arange(n) % 3, strict=True))
+
+    def kind_of(*middle):
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            *middle, nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 3)
+        )
+        module = kind(net.bfloat16(), F.cross_entropy)
+        return check_isolation(module, samples, engine="layers", collate_fn=collate).kind
+
+    assert kind_of() != "coupled"
+    assert kind_of(BatchStatistics()) == "coupled"
 
 
 @pytest.mark.slow

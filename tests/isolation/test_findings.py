@@ -73,6 +73,7 @@ def test_it_is_refused_or_voided_and_no_file_is_written(fit, tmp_path, name):
     assert not (tmp_path / "model.ckpt").exists()
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", some(ORDINARY, 2))
 def test_its_ordinary_neighbour_trains_without_a_word(fit, tmp_path, name):
     trainer, privacy = fit(ORDINARY[name])
@@ -157,6 +158,7 @@ ESTIMATORS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("engine", "estimator"), [*(("auto", name) for name in ESTIMATORS), ("layers", "diff2")]
 )
@@ -446,6 +448,7 @@ def test_a_child_that_was_forked_releases_nothing(fit, tmp_path, where):
     assert privacy.steps == charged(tmp_path) == 6
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore:This process")
 @pytest.mark.filterwarnings("ignore:.*use of fork")
 @pytest.mark.parametrize("how", ["leaves at once", "another program", "workers", "forks a loader"])

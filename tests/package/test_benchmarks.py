@@ -15,6 +15,7 @@ COMMANDS = {
     "overhead.py": [],
     "engine.py": ["--quick", "--models", "logistic regression"],
     "isolation.py": ["time", "--quick", "MLP"],
+    "false_alarms.py": ["--count", "1"],
     "alone.py": ["--models", "logistic regression"],
     "import_time.py": [],
     "federated.py": ["--clients", "2", "--size", "1000", "--rounds", "1"],
@@ -35,7 +36,7 @@ def test_it_runs(script, root):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     words = ("goal", "MiB", "ns a value", "ratio", "ms a record", "ms a client", "ε by Flower")
-    words += ("against the first",)
+    words += ("against the first", "false alarms")
     assert any(word in done.stdout for word in words)
 
 

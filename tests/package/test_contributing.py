@@ -25,6 +25,7 @@ def example(blocks, names):
     return run
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("word", ["Linear", "SignOfGradient", "Threshold", "PoissonAtRate"])
 def test_an_example_trains_within_its_budget(word, example, make_trainer):
     scope = example(word)

@@ -139,6 +139,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(run(sys.executable, "-c", LOADS, cwd=tmp_path_factory.mktemp("elsewhere")))
 
 
+@pytest.mark.slow  # imports in a fresh process
 def test_the_running_installation_has_one_class_of_the_callback_outside_the_checkout(root, loaded):
     assert loaded["home"] == "lightning_dp.callbacks.differential_privacy"
     assert loaded["is_one"] and loaded["classes"] == 1
@@ -148,6 +149,7 @@ def test_the_running_installation_has_one_class_of_the_callback_outside_the_chec
         assert "import callbacks" not in text and "from callbacks" not in text, path
 
 
+@pytest.mark.slow
 def test_the_callback_loads_few_modules(loaded):
     own = {name for name in loaded["all"] if name.startswith("lightning_dp")}
     assert "lightning_dp.callbacks" in own

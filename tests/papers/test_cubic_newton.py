@@ -108,6 +108,7 @@ def test_the_closed_form_is_what_the_engine_gives(example, coordinates, with_pro
 # -- the runs and the search -----------------------------------------------------------------------
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "change",
     [

@@ -77,6 +77,7 @@ def answer(example: Any, data: Any, weights: tuple[float, ...], points: list[lis
     return answers.gradients(Query(tuple(terms), 1.0, 1.0), points[0])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["california", "kdd"])
 @pytest.mark.parametrize("weights", [(1.0,), (1.0, -1.0), (1.0, -0.7)])
 def test_norms_and_clipped_sums_are_those_of_an_autograd_loop(name, weights, example, folder):

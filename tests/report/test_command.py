@@ -24,6 +24,7 @@ EVENT = PoissonGaussian(1.5, 0.1)
 TWELVE = epsilon([(EVENT, 12)], 1e-5)
 
 
+@pytest.mark.slow  # imports in a fresh process
 def test_it_runs_as_a_module_and_loads_nothing_that_trains(saved):
     _, path = saved
 

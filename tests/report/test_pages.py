@@ -115,6 +115,11 @@ def test_what_the_journal_holds_besides_counts(report_of):
     assert f"right at most {right} % of the time" in found
     assert "The journal holds more training" in found
 
+    # ε of the same charges by another computer's rounding
+    same = epsilon(EVENTS, DELTA) * (1 + 1e-15)
+    found = promise(report, epsilon=same, charges=Charges({"a" * 16: EVENTS}))
+    assert "The journal holds" not in found
+
 
 VOIDED = Charges({"a" * 16: [*EVENTS, (Voided("a.b couples records"), 1)]})
 

@@ -230,6 +230,7 @@ STATES = [
 ]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("state", "printed", "absent", "claim"),
     [each[1:] for each in STATES],
@@ -308,6 +309,7 @@ def test_journals_are_compared_by_the_name_and_the_number_of_records(about_other
     assert "4 of other data" in about_others(about=two, data=part(72))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("about", [None, About(data_set="visits")])
 def test_users_are_added_up_with_users_and_not_with_records(about_others, about):
     unit = UserLevel(ids=lambda data: [*range(len(data))], most_rows=1)

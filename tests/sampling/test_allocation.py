@@ -188,6 +188,7 @@ def bracket(z, t, number, eps, up, backward):
     return float(composed @ -np.expm1(np.minimum(eps - losses, 0.0))) + rest
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(("z", "t", "number"), [(2.0, 7, 3), (3.0, 20, 5), (1.5, 12, 1)])
 def test_epochs_are_between_the_bounds_of_rounded_ratios(z, t, number, backward):
@@ -229,6 +230,7 @@ def test_it_is_between_the_published_bounds(z, t, number, to_delta, low, high):
     assert low < epsilon(epochs(z, t, number), to_delta) < high
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("z", "t", "number"),
     [(1.0694, 117, 40), (2.3283, 117, 40), (4.6, 15, 40), (9.0, 6, 60), (0.62, 234, 3)],
@@ -248,6 +250,7 @@ def test_very_small_and_large_noise_has_its_bound(z):
         assert delta(epochs(z, 100, 3), 0.0) == pytest.approx(poisson, rel=0.02)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("to_delta", [1e-30, 1e-80, 1e-100, 1e-200, 1e-300])
 @pytest.mark.parametrize("z", [0.05, 0.06, 0.1, 0.2, 0.5])
 def test_masses_too_small_for_floats_are_not_lost(z, to_delta):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from lightning_dp import (
     LambdaCGD,
     Poisson,
     PrivacyConfig,
+    RandomAllocation,
 )
 from lightning_dp._noise import random_generator
 from lightning_dp.accounting import (
@@ -38,6 +40,7 @@ from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.journal import Charges
 from lightning_dp.noise_plan import Budget, costliest_events
 from lightning_dp.sampling import BatchPlan
+from lightning_dp.sampling.blocks import AbstractBlockSampling
 from lightning_dp.sampling.loader import ChunkSampler
 
 BATCHES = BatchPlan(1000, 0.05, chunks_per_step=1, steps_per_epoch=20)
@@ -108,6 +111,47 @@ def test_ranks_share_the_records_and_parts_are_drawn_anew_in_each_block():
 def test_one_part_is_poisson_sampling_to_the_record():
     draw = CyclicPoisson(1).begin(BATCHES, range(1000), random_generator(0, 3))
     assert chunks(CyclicPoisson(1), draw, 40) == chunks(Poisson(), lambda *_: None, 40)
+
+
+# -- one record less ---------------------------------------------------------------------------------
+
+
+class Equal(RandomAllocation):
+    """Allocates as a shuffle does, so that a record takes a place away from others."""
+
+    def begin(self, batches, shard, rng, start=0):
+        order, size = rng.permutation(len(shard)), -(-len(shard) // batches.steps_per_epoch)
+        return lambda step, rate, rng: order[step * size : (step + 1) * size]
+
+
+def steps_of_each(sampling, names, world_size, rng):
+    """The steps of an epoch of two in which each record is, in all processes."""
+    batches, found = BatchPlan(len(names), 0.4, 1, 2), dict.fromkeys(names, ())
+    for rank in range(world_size):
+        shard = range(rank, len(names), world_size)
+        is_block = isinstance(sampling, AbstractBlockSampling)
+        draw = sampling.begin(batches, shard, rng) if is_block else None
+        for step in range(2):
+            drawn = draw(step, 0.4, rng) if draw else sampling.draw(len(shard), 0.4, rng)
+            for place in drawn:
+                found[names[shard[place]]] += (step,)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("sampling", [Poisson(), CyclicPoisson(2), RandomAllocation(), Equal()])
+def test_without_one_record_others_are_drawn_as_with_it_wherever_it_is(sampling, world_size):
+    """Also those that are in another process then: as where the record takes no part, or takes part."""
+    rng, rows = random_generator(3), dict[object, Counter]()
+    for names in ("abcd", "acd"):
+        for _ in range(1000):
+            found = steps_of_each(sampling, names, world_size, rng)
+            own = found.pop("b", "without")
+            rows.setdefault(own, Counter())[tuple(found.values())] += 1
+    kinds = set().union(*rows.values())
+    table = np.array([[row[kind] for kind in kinds] for row in rows.values()])
+    p_value = scipy.stats.chi2_contingency(table).pvalue
+    assert p_value < 1e-9 if type(sampling) is Equal else p_value > 1e-4
 
 
 # -- a fixed order -----------------------------------------------------------------------------------
@@ -201,6 +245,7 @@ def plan(sampling, noise, steps, z=1.0, **options):
     return Budget(config, BATCHES, ()), Budget(config, BATCHES, ()).plan(z, 0, steps)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("steps", "rounds"), [(8, 2), (9, 3), (12, 3), (101, 26)])
 def test_a_cyclic_run_is_as_many_poisson_rounds_as_another_accountant_finds(steps, rounds):
     _, found = plan(CyclicPoisson(4), BandedNoise(4), steps, z=1.3)

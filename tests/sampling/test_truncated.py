@@ -138,6 +138,7 @@ def density(found, z):
     return np.array(weights) @ scipy.stats.norm.pdf(X, np.array(list(found))[:, None], z)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("relation", ["add_remove", "replace_one"])
 @pytest.mark.parametrize("z", [0.7, 2.0])
 @pytest.mark.parametrize(("limit", "rate"), [(1, 0.3), (2, 0.3), (2, 0.7), (3, 0.5), (4, 0.9)])

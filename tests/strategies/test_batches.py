@@ -9,12 +9,15 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from opacus.layers import DPMultiheadAttention
 from scipy import stats
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_dp import Poisson
 from lightning_dp._refusals import PrivacyWarning
-from tests.zoo import private
+from tests.gradients.models import Net
+from tests.zoo import flat, private
 
 N = 240
 
@@ -157,6 +160,46 @@ def test_mostly_empty_batches_are_charged_and_noised_every_one(
     assert_poisson(model.batches, 1 / N)
     moved = [not before.equal(after) for before, after in itertools.pairwise(moves)]
     assert moved == [noise_multiplier > 0 or bool(batch) for batch in model.batches]
+
+
+class Nobody(Poisson):
+    """Poisson batches that all came out empty."""
+
+    def draw(self, shard_size, sample_rate, rng):
+        return np.arange(0)
+
+
+def tied_embedding():
+    words, head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+    head.weight = words.weight
+    return Net(lambda m, x: m.head(m.words(x).mean(1)), words=words, head=head)
+
+
+def attention():
+    parts = {"words": nn.Embedding(7, 4), "attention": DPMultiheadAttention(4, 2, batch_first=True)}
+    return Net(lambda m, x: m.attention(h := m.words(x), h, h)[0].mean(1), **parts)
+
+
+def convolution():
+    return Net(lambda m, x: m.conv(x[:, None].float()).mean(2), conv=nn.Conv1d(1, 7, 3))
+
+
+@pytest.mark.parametrize(
+    "engine",
+    ["auto", *(pytest.param(e, marks=pytest.mark.slow) for e in ("ghost", "hooks", "one_by_one"))],
+)
+@pytest.mark.parametrize("make", [tied_embedding, attention, convolution])
+@pytest.mark.parametrize("noise_multiplier", [1.0, 0.0])
+def test_layers_that_take_no_empty_batch_make_a_charged_step_of_noise(
+    noise_multiplier, make, engine, classifier, fit, charges
+):
+    words = torch.randint(4, (40, 5))
+    model = classifier(make())
+    before = flat(model)
+    privacy = private(noise_multiplier=noise_multiplier, sampling=Nobody(), engine=engine)
+    trainer = fit(model, privacy, DataLoader(TensorDataset(words, words[:, 0]), 4), max_steps=3)
+    assert trainer.global_step == len(charges()) == 3
+    assert before.equal(flat(model)) is (noise_multiplier == 0)
 
 
 def test_a_batch_size_beyond_the_data_set_is_a_full_batch(model, loaded, fit, charges):

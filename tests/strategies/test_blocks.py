@@ -130,6 +130,7 @@ class Stop(L.Callback):
 # -- whole fits -------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", SOME)
 def test_a_fit_keeps_its_budget_and_counts_its_steps(
     options, classifier, fit, numbered, charges, recording

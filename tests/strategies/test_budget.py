@@ -55,6 +55,7 @@ def test_epsilon_is_that_of_another_library(noise_multiplier, model, fit, charge
         assert_is_reference(privacy.epsilon_at(delta), charges(), delta)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sampling", [None, FullBatch()])
 def test_replace_one_costs_more_noise(sampling, model, fit):
     noise = {}
@@ -76,6 +77,7 @@ def test_replace_one_costs_more_noise(sampling, model, fit):
         assert_is_reference(privacy.epsilon, events, relation="REPLACE_ONE")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rate", [0.05, -0.02])
 def test_a_noise_schedule_is_what_was_charged_and_meets_the_target(rate, model, fit, charges):
     privacy = private(target_epsilon=2.0, noise_schedule=Exponential(rate=rate))
@@ -92,6 +94,7 @@ def test_a_noise_schedule_is_what_was_charged_and_meets_the_target(rate, model, 
 # -- the budget -----------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("limits", "planned"),
     [

@@ -76,6 +76,7 @@ def test_one_more_record_moves_the_sum_by_at_most_the_sensitivity(engine, make_t
             assert row.isfinite().all() or not moved.abs().max() > 1e-5
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("engine", ["layers", "hooks"])
 @pytest.mark.parametrize("rule", RULES)
 def test_the_dry_run_compares_under_every_rule(rule, engine, make_trainer):
@@ -213,6 +214,7 @@ def test_a_clip_norm_that_moves_is_charged_once_logged_reported_and_resumed(make
         )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rule", ["groups", "adaptive"])
 def test_a_rule_learns_with_all_checks(rule, make_trainer):
     x, y = records(240)

@@ -114,6 +114,7 @@ def copying(classifier: Any) -> type[Any]:
 ENGINES = ("auto", "records", pytest.param("hooks", marks=pytest.mark.slow))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_copies_made_at_any_moment_have_nothing_of_the_engine(engine, copying, fit):
     model, plain = copying(network()), network()

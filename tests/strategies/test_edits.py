@@ -281,6 +281,7 @@ def assert_voided(run, weights) -> Callable[..., None]:
 # -- edits that are refused ----------------------------------------------------------------------
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("place", "edit"),
     [(place, scales) for place in PLACES] + [(in_the_module, edit) for edit in EDITS],

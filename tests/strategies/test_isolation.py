@@ -144,6 +144,7 @@ KINDS = {
 }
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("couples", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_kinds_of_steps_are_compared(fit, kind, couples):
@@ -269,6 +270,7 @@ class IntoTheLearningRate(Latest):
         self.best = float(self.latest.sum())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "engine", "said"),
     [
@@ -312,6 +314,7 @@ class ClampedLoosely(Clamped):
     box = 100.0  # a write to each weight, which changes none
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "engine"),
     [

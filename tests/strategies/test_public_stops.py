@@ -128,6 +128,7 @@ PUBLIC = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("kind", "engine", "event"), PUBLIC)
 def test_a_rule_of_counters_ends_the_run_and_keeps_epsilon(fit, tmp_path, kind, engine, event):
     privacy = fit(kind(), engine)
@@ -147,6 +148,7 @@ def test_a_rule_of_counters_ends_the_run_and_keeps_epsilon(fit, tmp_path, kind, 
 READS = [HookReads, HookCatches, HookReadsMetric, HookReadsState, StepReads, StepReadsState]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("kind", "engine"),
     [

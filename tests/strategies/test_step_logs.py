@@ -214,6 +214,7 @@ def rows_of(trainer):
         return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("body", "is_split"),
     [*((body, False) for body in BODIES), (logs_in_many_ways, True), (calls, True), (keeps, True)],

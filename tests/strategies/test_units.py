@@ -433,6 +433,7 @@ def checked(**options):
     return DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0, **options)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("options", [{}, {"augmentations": 2}], ids=str)
 @pytest.mark.parametrize("name", [None, *BLOCKS])
 def test_units_that_do_not_meet_pass_all_comparisons(make_trainer, options, name):

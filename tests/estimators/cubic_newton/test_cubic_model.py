@@ -54,6 +54,7 @@ def minimise(slope: Callable[[Tensor], Tensor], size: int, tau: int, **settings:
     return average
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("size", "box", "m"),
     [

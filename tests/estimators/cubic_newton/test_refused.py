@@ -169,6 +169,7 @@ class Steep(nn.Module):
         return 1e3 * self.net(x)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "cure", [None, {"box": 1.0}, pytest.param({"max_step_size": 1e-6}, marks=pytest.mark.slow)]
 )

@@ -61,6 +61,7 @@ def is_default(batches: str, keep: int | None, fresh: bool, noise: float) -> boo
     return (BATCHES.index(batches) + (keep or 0) // 2 + 2 * (keep == 1) + fresh) % 3 == 0
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("batches", "keep", "fresh", "noise"),
     [each if is_default(*each) else pytest.param(*each, marks=pytest.mark.slow) for each in ROUNDS],
@@ -98,6 +99,7 @@ def test_rounds_equal_the_twin(fit, twin, batches, keep, fresh, noise):
     {"hessian_lipschitz": 0.0, "weight_decay": 0.0},
     {"keep_fraction": 0.5},
 ])  # fmt: skip
+@pytest.mark.few(2)
 def test_every_option_is_in_the_twin_too(fit, twin, changes):
     estimator = newton(**changes)
     trainer = {"max_epochs": 2}

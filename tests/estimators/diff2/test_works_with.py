@@ -46,6 +46,7 @@ def options(estimator: Any, noise: float = 0.0) -> dict[str, Any]:
     }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("estimator", [Diff2(3, 1.2, 0.5), Storm(0.3)])
 def test_resume_from_every_round(fit, tmp_path, estimator):
     saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
@@ -57,6 +58,7 @@ def test_resume_from_every_round(fit, tmp_path, estimator):
         assert resumed.privacy._run.mechanism.step == STEPS
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:Diff2. the noise")
 @pytest.mark.parametrize("step", [3, 4, 5])
 def test_the_noisy_estimate_is_carried_over(fit, tmp_path, step):

@@ -194,6 +194,34 @@ def test_it_covers_a_fit_of_more_epochs_and_refuses_what_it_does_not_know(tmp_pa
     assert epsilon(recovered) >= epsilon(truth)
 
 
+def test_no_lost_step_cost_more_than_is_charged_for_it_though_steps_before_it_asked_nothing(
+    tmp_path,
+):
+    """Four steps of five ask nothing, and leave no charge; noise falls on, far beyond twice the plan."""
+    steps = Steps(tmp_path / "old", estimator=Diff2(5), noise_schedule=Exponential(0.03), rest=True)
+    run = steps.make(steps.begin(), SAVED)
+    state = steps.save(run, tmp_path / "a.ckpt")
+    begun, made, accepted = run.mechanism.step, list[int](), 0
+    run.stop()
+    run = steps.begin(state, planned=9 * PLANNED)
+    for _ in range(LOST):
+        made.append(steps.make(run, 1).mechanism.step - begun)
+    *_, lost = (charges for charges in run.ledger.runs.values())
+    lose(run)
+
+    for number, (event, _) in zip(made, lost, strict=True):
+        try:
+            path = recover_journal(tmp_path / "a.ckpt", tmp_path / str(number), number)
+        except ValueError as error:
+            assert begun + number > 2 * PLANNED
+            assert f"unrecorded_steps={number} after {begun} is more than the 120" in str(error)
+            continue
+        accepted += 1
+        (charged, count) = min(sweep_history(path), key=lambda each: each[0].noise_multiplier)
+        assert count >= number and charged.noise_multiplier <= event.noise_multiplier
+    assert accepted == sum(begun + number <= 2 * PLANNED for number in made) > 0
+
+
 def test_steps_of_an_earlier_fit_with_less_noise_are_covered(tmp_path):
     steps = Steps(tmp_path / "old", rate=0.2)
     run = steps.make(steps.begin(), SAVED)

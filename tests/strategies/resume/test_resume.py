@@ -284,6 +284,7 @@ def charged_by_hand(steps: int, accumulate: int = 1) -> float:
     return PLDAccountant().epsilon([(event, steps)], 1e-5, "add_remove")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("accumulate", "epoch", "batch_idx"), PLACES)
 def test_resumed_weights_equal_the_uninterrupted_runs(
     fit, save_at, tmp_path, accumulate, epoch, batch_idx
@@ -364,6 +365,7 @@ def test_noise_of_a_fit_after_one_that_ended_early_is_said_to_follow_it(fit, sam
     assert first.trainer.global_step < privacy.steps and 2.9 < privacy.epsilon <= 3.0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sampling", [CyclicPoisson(5), RandomAllocation(), FixedOrder()])
 def test_steps_beyond_a_plan_that_ends_inside_a_block_do_not_exceed_the_target(fit, sampling):
     class Longer(L.Callback):
