@@ -51,6 +51,7 @@ TESTS = [
     "tests/strategies/test_isolation.py",
     "tests/strategies/test_public_stops.py",
     "tests/federated/test_contract.py",
+    "tests/federated/test_local_users.py",
     "tests/federated/test_outliving.py",
     "tests/federated/test_synchronous.py",
     "tests/federated/test_synchronous_sampling.py",
@@ -252,6 +253,15 @@ FAULTS = (
         "if not owners else Chunk(position + offset, len(records), first, rate, step, last, records)",
     ),
     Fault("all_rows_of_a_user_read", "if len(own) <= self.most_rows", "or True"),
+    Fault(
+        "users_of_a_client_counted_by_rows", "self._loader.dataset if self.users is None", "or True"
+    ),
+    Fault("workers_share_records", "if (found, workers) != (size, lead)", "and False"),
+    Fault(
+        "later_passes_not_counted",
+        "if are_several and next(self._iterator, _END) is not _END",
+        "and False",
+    ),
     Fault("sums_of_views_for_their_mean", "(self.records * self.counts.double()", "** 0"),
     Fault("secure_releases_not_rounded", "if not self.is_secure or not std > 0", "or True"),
     Fault("secure_sums_in_float32", "return torch.float64 if self.is_secure", "and False"),
@@ -265,6 +275,7 @@ SEEN_BY = {  # the file that is tried first
         "charge_in_memory_only orderly_ends_replanned older_checkpoints_replanned"
     ),
     "tests/federated/test_contract.py": "mean_over_who_answered",
+    "tests/federated/test_local_users.py": "users_of_a_client_counted_by_rows",
     "tests/federated/test_outliving.py": "updates_applied_twice no_quorum_is_needed",
     "tests/federated/test_synchronous.py": (
         "any_norm_passes honest_norms_refused a_missed_query_is_asked"
@@ -311,7 +322,7 @@ SEEN_BY = {  # the file that is tried first
     ),
     "tests/strategies/test_blocks.py": (
         "half_the_rate_of_a_round two_steps_unpaid column_norm_left_out nothing_remembered "
-        "memory_in_checkpoints fixed_order_as_add_remove"
+        "memory_in_checkpoints fixed_order_as_add_remove workers_share_records later_passes_not_counted"
     ),
     "tests/strategies/test_clipping_rules.py": (
         "rule_for_twice_the_norm count_without_noise clip_norm_moves_the_other_way "

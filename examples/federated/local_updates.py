@@ -18,6 +18,7 @@ from lightning_dp.federated.local import ModuleRecords, Unit
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients.batches import call_training_step, is_differentiable, loss_in
 from lightning_dp.isolation.dry_run import DryRun
+from lightning_dp.sampling import UserLevel
 
 __all__ = ["LocalUpdates"]
 
@@ -37,8 +38,8 @@ class LocalUpdates(ModuleRecords):
     - unit="record", R = C/2. With other records u may have nothing in common with what it was, but
       ‖clip_R(u) - clip_R(u')‖ <= 2 R = C, for each order of the records. If the batch of the round is
       a Poisson sample at rate q, then, the others fixed, one record is in it with probability q: a
-      mixture of two Gaussians at most C apart, which is what is charged. Of a full batch, the bound
-      holds for all records of one user, too, who must be at one client only.
+      mixture of two Gaussians at most C apart, which is what is charged.
+    - unit=UserLevel(...), R = C/2. The same, with users and their rows in the place of records.
 
     An update that is not finite counts as zero. There is no Trainer, as in ``LocalRecords``; the
     optimizer begins anew in each round, and nothing of a round stays on the module. The loss may mix
@@ -82,7 +83,7 @@ class LocalUpdates(ModuleRecords):
         optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
         *,
         epochs: int = 1,
-        unit: Unit,
+        unit: Unit | UserLevel,
         chunk_size: int | None = None,
         device: str | torch.device = "cpu",
         try_first: bool = True,
@@ -111,7 +112,7 @@ class LocalUpdates(ModuleRecords):
             optimizer = self._optimizer(self.params)
             for _ in range(self._epochs):
                 order = [records[place] for place in torch.randperm(len(records)).tolist()]
-                for number, (batch, _) in enumerate(self._chunks(order)):
+                for number, (batch, _) in enumerate(self._chunks([[row] for row in order])):
                     self._step(optimizer, batch, number)
             return point - flatten(self.params).to(point.dtype)
 

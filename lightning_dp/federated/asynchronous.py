@@ -411,8 +411,9 @@ class AsyncClient(RoundClient):
         largest = max(self.plan.sizes(i) for i in rounds) * self.share
         if not largest <= self.records.num_records:
             raise RefusedSetting(
-                f"A round asks for {largest:g} records in expectation, and this client has "
-                f"{self.records.num_records}. Lower the sample sizes, the rounds or its share.",
+                f"A round asks for a batch of {largest:g} in expectation, and this client has "
+                f"num_records={self.records.num_records}. Lower the sample sizes, the rounds or its "
+                "share.",
                 topic="batch-size",
             )
 

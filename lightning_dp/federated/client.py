@@ -38,6 +38,7 @@ from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.mechanism import BudgetExhausted
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import AbstractSampling, Poisson
+from lightning_dp.sampling.units import RowsOfUnits
 
 __all__ = ["Client", "PlannedRelease", "draw", "noise_source", "noised_sum"]
 
@@ -175,8 +176,11 @@ def draw(
     rng: np.random.Generator,
     sampling: AbstractSampling = _POISSON,
 ) -> list[int]:
-    """Sample the records of a batch: each with probability ``rate``, by default."""
-    return [int(record) for record in sampling.draw(records.num_records, rate, rng)]
+    """Sample the records of a batch, or users with rows of theirs: each with probability ``rate``."""
+    drawn = sampling.draw(records.num_records, rate, rng)
+    users = getattr(records, "users", None)
+    rows = users.draw(drawn, rng)[0] if isinstance(users, RowsOfUnits) and len(drawn) else drawn
+    return [int(row) for row in rows]
 
 
 def noise_source(seed: int | None, *stream: int) -> NoiseSource:

@@ -129,7 +129,7 @@ def client_app(
             is_query = message.metadata.message_type.startswith("query")
             payload = b"" if is_query else client.answer(payload_of(message))
             facts = {"client": number, "num_clients": num_clients, **client.facts}
-            if records.unit == "record":  # of a whole client, also this number is private
+            if records.unit != "client":  # of a whole client, also this number is private
                 facts["num_records"] = records.num_records
             return pack(payload, facts)
 
@@ -489,7 +489,7 @@ _KEPT: dict[str, Callable[[Any], bool]] = {
     "client": lambda value: type(value) is int and abs(value) < _LARGEST_NUMBER,
     **dict.fromkeys(("num_clients", "num_records", "epsilon", "delta"), _is_number),
     **dict.fromkeys(("seeded", "trusts_server"), lambda value: isinstance(value, bool)),
-    "unit": ("record", "client").__contains__,
+    "unit": ("record", "user", "client").__contains__,
     "relation": get_args(Relation).__contains__,
 }
 

@@ -74,7 +74,7 @@ class Spending:
         relation: the neighbouring relation of both.
         retain: for how many rounds, the latest one included, releases are kept to be sent again. A
             server is never behind its requests, so it asks for the latest one only.
-        unit: what ε is about, the same for all runs over the data set: "record", or the "client".
+        unit: what ε is about, the same for all runs over the data set: "record", "user" or "client".
 
     Raises:
         ValueError: naming the argument that is out of its range.

@@ -32,7 +32,7 @@ from lightning_dp.federated.client import fingerprint
 from lightning_dp.functional import flat_dtype, flatten, is_finite, number_of_entries, unflatten
 from lightning_dp.gradients import AbstractGradientEngine, RecordPasses, Replay
 from lightning_dp.gradients.base import UNANSWERED, Around
-from lightning_dp.gradients.batches import call_training_step
+from lightning_dp.gradients.batches import RowOwners, call_training_step
 from lightning_dp.gradients.parameter_sum import MaterialisedGradients
 from lightning_dp.gradients.passes import at_point
 from lightning_dp.gradients.side_effects import SideEffects
@@ -41,6 +41,7 @@ from lightning_dp.isolation.comparison import own_copies
 from lightning_dp.isolation.dry_run import DryRun
 from lightning_dp.isolation.replay import Pipeline, Runner
 from lightning_dp.isolation.state import TwinState
+from lightning_dp.sampling import UserLevel
 
 __all__ = ["LocalRecords"]
 
@@ -63,20 +64,23 @@ class ModuleRecords(ABC):
         self,
         module: LightningModule,
         records: Dataset[Any] | DataLoader[Any],
-        unit: Unit,
+        unit: Unit | UserLevel,
         chunk_size: int | None,
         device: str | torch.device,
         try_first: bool,
     ) -> None:
-        if unit not in get_args(Unit):
-            raise ValueError(f"unit={unit!r} must be one of {get_args(Unit)}.")
+        users = unit if isinstance(unit, UserLevel) else None
+        if users is None and unit not in get_args(Unit):
+            raise ValueError(f"unit={unit!r} must be one of {get_args(Unit)}, or a UserLevel(...).")
         chunk_size = optional(whole)("chunk_size", chunk_size)
         if not isinstance(records, DataLoader):
             records = DataLoader(records, batch_size=chunk_size or _CHUNK_SIZE)
         self._loader = check_loader(records)
         self._chunk_size = chunk_size or self._loader.batch_size or _CHUNK_SIZE
         _check_module(module)
-        self.unit: Unit = unit
+        self.unit = "user" if isinstance(unit, UserLevel) else unit
+        self.users = None if users is None else users.rows_of(self._loader.dataset)
+        """The rows of each user, where users are protected."""
         self._module = module.to(device)
         self._device = torch.device(device)
         self._try_first = try_first
@@ -84,8 +88,8 @@ class ModuleRecords(ABC):
 
     @property
     def num_records(self) -> int:
-        """N of this client."""
-        return len(self._loader.dataset)  # type: ignore[arg-type]
+        """N of this client, of its users where they are protected."""
+        return len(self._loader.dataset if self.users is None else self.users)  # type: ignore[arg-type]
 
     @property
     def point(self) -> Tensor:
@@ -127,7 +131,7 @@ class ModuleRecords(ABC):
         copied = copy.copy(self)
         copied._module = copy.deepcopy(self._module)
         copied.params = tuple(p for p in copied._module.parameters() if p.requires_grad)
-        dry = DryRun(self._loader.dataset[0])
+        dry = DryRun(self._loader.dataset[0], in_units=self.unit == "user")
         with RandomState(self._device).again(), torch.enable_grad():
             try:
                 samples = dry.samples(_SYNTHETIC, are_longer=False)[: self._chunk_size]
@@ -150,12 +154,14 @@ class ModuleRecords(ABC):
     def _answers(self, samples: list[Any], dry: DryRun) -> bool:
         """Answer about synthetic samples; return False if they give no gradient."""
 
-    def _chunks(self, records: list[int]) -> Iterator[tuple[Any, int]]:
-        """Yield batches on the device as the user's code makes them, and their sizes."""
-        starts = range(0, len(records), self._chunk_size)
-        chunks = [records[start : start + self._chunk_size] for start in starts]
+    def _chunks(self, units: Sequence[list[int]]) -> Iterator[tuple[Any, list[int]]]:
+        """Yield batches on the device as the user's code makes them, and the rows of each unit."""
+        starts = range(0, len(units), self._chunk_size)
+        chunks = [units[start : start + self._chunk_size] for start in starts]
         loader: DataLoader[Any] = DataLoader(
-            self._loader.dataset, batch_sampler=chunks, collate_fn=self._loader.collate_fn
+            self._loader.dataset,
+            batch_sampler=[[row for unit in chunk for row in unit] for chunk in chunks],
+            collate_fn=self._loader.collate_fn,
         )
         for chunk, batch in zip(chunks, loader, strict=True):
             if batch is None:
@@ -163,7 +169,7 @@ class ModuleRecords(ABC):
                     "The collate_fn returned None. Records cannot be left out on the way: return a "
                     "batch for every list of records."
                 )
-            yield self._on_device(batch), len(chunk)
+            yield self._on_device(batch), [len(unit) for unit in chunk]
 
     def _on_device(self, batch: Any) -> Any:
         """Return a batch behind the user's hooks of transfer."""
@@ -199,9 +205,11 @@ class LocalRecords(ModuleRecords):
         unit: the part whose presence is hidden. "record": each record's part is clipped to C.
             "client": the un-clipped sum over the records is clipped to C as a whole, so that
             nothing but the noise tells whether the client took part. Sampling records amplifies
-            nothing then.
+            nothing then. A :class:`~lightning_dp.UserLevel`: as with a Trainer, users are drawn, each
+            with at most k rows, and the mean of a user's gradients is clipped, once. N counts users.
+            Assumed: a user is at one client only.
         engine: the computation of gradients per record; as in ``PrivacyConfig``.
-        chunk_size: records at a time; default the loader's batch size, else 64. Under
+        chunk_size: records, or users, at a time; default the loader's batch size, else 64. Under
             engine="one_by_one" it is 1.
         device: where the module runs.
         try_first: before the first charge, run a copy of the module on synthetic records: a mistake in
@@ -236,7 +244,7 @@ class LocalRecords(ModuleRecords):
         module: LightningModule,
         records: Dataset[Any] | DataLoader[Any],
         *,
-        unit: Unit = "record",
+        unit: Unit | UserLevel = "record",
         engine: str = "auto",
         chunk_size: int | None = None,
         device: str | torch.device = "cpu",
@@ -247,7 +255,9 @@ class LocalRecords(ModuleRecords):
         self._engine_name, self._one_record = engine, engine == "one_by_one"
         if self._one_record:
             self._chunk_size = 1
-        self._checks_graph = loss_graph_check and unit == "record"
+        if engine == "hooks" and self.users is not None:
+            raise ValueError("engine='hooks' has gradients of rows, not users. Use engine='auto'.")
+        self._checks_graph = loss_graph_check and unit != "client"
         with self._passes() as passes:
             self.engine = passes.description
             self.has_products = passes.engine.has_products
@@ -257,8 +267,8 @@ class LocalRecords(ModuleRecords):
         query = Query((Term(),), clip_norm=1.0, noise_multiplier=1.0)
         with self._passes() as passes, self._muted():
             batch = self._on_device(self._loader.collate_fn(samples))
-            found = self._answer(passes, query, batch, len(samples), 0)
-        if found is not None and self.unit == "record":
+            found = self._answer(passes, query, batch, [1] * len(samples), 0)
+        if found is not None and self.unit != "client":
             self._refuse_coupled(dry)
         return found is not None
 
@@ -292,7 +302,7 @@ class LocalRecords(ModuleRecords):
 
         Args:
             query: its points are flat vectors in the order of :attr:`params`.
-            records: positions in the data set.
+            records: positions in the data set; of users, all their rows that are read.
 
         Raises:
             UnsupportedModelError: if the rows that the model sees are not records.
@@ -307,17 +317,18 @@ class LocalRecords(ModuleRecords):
             )
         # Of a whole client, the records have no bound: their sum gets one, as the client's part.
         of_all = replace(query, clip_norm=math.inf, noise_multiplier=0.0)
-        asked = query if self.unit == "record" else of_all
+        asked = of_all if self.unit == "client" else query
+        units = [[each] for each in records] if self.users is None else self.users.split(records)
         total = BoundedSum.empty(asked, [self.point])
         with self._passes() as passes, torch.enable_grad():
-            for number, (batch, size) in enumerate(self._chunks(records)):
+            for number, (batch, sizes) in enumerate(self._chunks(units)):
                 with self._muted():
-                    found = self._answer(passes, asked, batch, size, number, total)
+                    found = self._answer(passes, asked, batch, sizes, number, total)
                 if found is not None:
                     total = found
                 elif not self._one_record:  # alone, a record without a loss contributes zero
                     raise VoidedRunError(UNANSWERED.format(type(self._module).__name__))
-        if self.unit == "record":
+        if self.unit != "client":
             return total
         return self._clipped_whole(total.value, query.clip_norm)
 
@@ -326,16 +337,20 @@ class LocalRecords(ModuleRecords):
         passes: RecordPasses,
         query: Query,
         batch: Any,
-        size: int,
+        sizes: list[int],
         number: int,
         onto: BoundedSum | None = None,
     ) -> BoundedSum | None:
-        """Answer a query from one batch, onto a sum so far; None if it gives no gradient."""
+        """Answer a query from a batch of units of so many rows, onto a sum; None without gradient."""
 
         def forward(batch: Any) -> Any:
             return call_training_step(self._module, batch, number)
 
-        return passes.answer(query, Replay(forward, batch, size), onto=onto)
+        replay = Replay(forward, batch, len(sizes))
+        if self.users is not None and not self._one_record:
+            places = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+            replay = replace(replay, owners=RowOwners(len(sizes), places))
+        return passes.answer(query, replay, onto=onto)
 
     def _passes(self) -> RecordPasses:
         """Watch the module, until the result is detached: nothing of it is left there then."""

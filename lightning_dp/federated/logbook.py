@@ -21,7 +21,8 @@ from lightning_dp.plotting import plot_federation, svg
 _log = logging.getLogger("lightning_dp.federated")
 
 _COLUMNS = ("round", "client", "answered", "epsilon")
-_UNITS = {"record": "its records", "client": "its data as a whole"}
+_UNITS = {"record": "its records", "user": "its users", "client": "its data as a whole"}
+_USERS = "- Users have all of their records. Assumed: each has one id, and is at one client only."
 _ANNEX = """
 - ε is what each client claims, from its own ledger: about {units}, by all runs over its data.
   By the plan: what this run's rounds cost at the noise that was agreed on, where it was.
@@ -29,7 +30,7 @@ _ANNEX = """
 """
 _TABLE = [
     "![ε of each client over the rounds, and who was there](federation.svg)\n",
-    "| client | records | ε | ε by the plan | at | rounds answered | left out of rounds |",
+    "| client | N | ε | ε by the plan | at | rounds answered | left out of rounds |",
     "| --- | --- | --- | --- | --- | --- | --- |",
 ]
 _SAMPLED = """- ε = {} at δ = {}, {}, of a whole client, by all runs over the list of clients, from the
@@ -238,6 +239,7 @@ def federation_page(summary: Mapping[str, Any], attendance: Iterable[Presence]) 
         remarks.append(_SAMPLED.format(epsilon, delta, summary["relation"]))
     if summary.get("seeded"):
         remarks.append("- The server draws repeatable noise: a test, which protects nobody.")
+    remarks += [_USERS] * (_UNITS["user"] in units)
     annex = _ANNEX.format(units=" or ".join(sorted(units)) or "its data") if names else ""
     return "\n".join([*lines, annex + "\n".join(remarks)]).rstrip() + "\n"
 
@@ -262,7 +264,7 @@ def _ranges(rounds: list[int]) -> str:
 def _epsilon_of_plan(machine: AbstractServer, facts: Mapping[str, Any]) -> dict[str, float]:
     """Return ε of the rounds so far by the plan, at a client's own δ, relation and size."""
     try:
-        history = machine.spent(facts["num_records"]) if facts["unit"] == "record" else None
+        history = machine.spent(facts["num_records"]) if facts["unit"] != "client" else None
         at = (facts["delta"], facts["relation"])
         return {} if history is None else {"epsilon_of_plan": PLDAccountant().epsilon(history, *at)}
     except (KeyError, ValueError, ArithmeticError):  # facts may be left out, or tell of N = 0

@@ -50,17 +50,17 @@ class Records(Protocol):
     """The data set of one client.
 
     :class:`lightning_dp.federated.local.LocalRecords` is one, made of a LightningModule and a
-    data set. Records of your own may also have its ``check_point``, ``try_once``, ``has_products``
-    and ``fingerprint``; what they lack is not checked.
+    data set. Records of your own may also have its ``check_point``, ``try_once``, ``has_products``,
+    ``fingerprint`` and ``users``; what they lack is not checked.
     """
 
     @property
     def num_records(self) -> int:
-        """N of this client."""
+        """N of this client, of users where they are the unit."""
 
     @property
     def unit(self) -> str:
-        """The unit whose part is clipped, each "record", or the "client" with its whole sum as one."""
+        """The unit whose part is clipped, each "record" or "user", or the whole "client" as one."""
 
     def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
         """Return the sum of the query over these records, each clipped; sensitive until it is noised."""

@@ -234,7 +234,7 @@ class SynchronousServer(AbstractServer):
         start: x_0, flat.
         rounds: how many steps.
         num_clients: P; clients are 0, ..., P - 1.
-        num_records: N over all clients, public; the mean is over q_t N.
+        num_records: N over all clients, of their units, public; the mean is over q_t N.
         learning_rate: η > 0.
         noise: the party that adds it. "server": it is trusted with un-noised sums, and noises the
             total once. "client": each noises its sum, and the total has √P times the noise.
@@ -638,10 +638,8 @@ class QueryClient(Client):
         # A step has two rounds in the ledger: 2 t, where all clients are asked, and 2 t + 1, where
         # one goes on alone.
         self._declare(2 * self.rounds, budget, self.seed)
-        if self.local_routine is not None and self.records.unit != "record":
-            raise ValueError(
-                f"unit={self.records.unit!r}: the local routine is private for records."
-            )
+        if self.local_routine is not None and self.records.unit == "client":
+            raise ValueError("unit='client': the local routine is private for records and users.")
         check_engine(self.records, self.plan.estimator)
 
     @property

@@ -137,6 +137,18 @@ class RowsOfUnits:
         whole.update(self.starts.tobytes())
         return whole.hexdigest()
 
+    def split(self, rows: Sequence[int]) -> list[list[int]]:
+        """Return these rows, those of each unit together."""
+        found: dict[int, list[int]] = {}
+        for row in rows:
+            found.setdefault(int(self._unit_of[row]), []).append(row)
+        return list(found.values())
+
+    @cached_property
+    def _unit_of(self) -> Integers:
+        """The unit of each row."""
+        return np.repeat(np.arange(len(self)), np.diff(self.starts))[np.argsort(self.rows)]
+
     def draw(self, units: Integers, rng: np.random.Generator) -> tuple[Integers, Integers]:
         """Draw the rows to be read of some units: the rows, and the place of each one's unit."""
         parts = [self._some(unit, rng) for unit in units]

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Sized
 from functools import partial
+from itertools import islice
 from operator import attrgetter
 from typing import Any, TypeGuard
 
@@ -24,7 +25,7 @@ from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import AbstractSampling, FixedOrder, TruncatedPoisson
 from lightning_dp.sampling.blocks import AbstractBlockSampling
 from lightning_dp.sampling.loader import Chunk, ChunkSampler, PrivateDataLoader
-from lightning_dp.sampling.stream import by_place
+from lightning_dp.sampling.stream import Stream, by_place, in_workers
 from lightning_dp.sampling.units import RowsOfUnits
 
 __all__ = [
@@ -56,7 +57,7 @@ def make_private_loader(
         ValueError: if the batches changed during the run, or differ between processes.
     """
     if isinstance(run.config.sampling, FixedOrder) and _is_stream(loader):
-        loader = by_place(_checked_stream(loader, run.config, run.config.sampling))
+        loader = by_place(_checked_stream(loader, run.config, run.config.sampling, world))
         run.not_covered = (*(each for each in run.not_covered if each != _STREAM), _STREAM)
     checked = check_loader(loader)
     units = run.config.rows_of_units(checked.dataset)
@@ -161,7 +162,7 @@ def private_loader_of(trainer: Trainer) -> PrivateDataLoader:
     return loader
 
 
-_STREAM = "a record that the stream gives twice in a pass: of other data it is seen"
+_STREAM = "a record that a stream (or two workers) gives twice in a pass: of other data it is seen"
 
 
 def _is_stream(loader: object) -> TypeGuard[DataLoader[Any]]:
@@ -169,7 +170,7 @@ def _is_stream(loader: object) -> TypeGuard[DataLoader[Any]]:
 
 
 def _checked_stream(
-    loader: DataLoader[Any], config: PrivacyConfig, sampling: FixedOrder
+    loader: DataLoader[Any], config: PrivacyConfig, sampling: FixedOrder, world: World
 ) -> DataLoader[Any]:
     """Return a loader of a stream, if its records have a fixed place."""
     name = type(loader.dataset).__name__
@@ -179,11 +180,10 @@ def _checked_stream(
             "and the end of a pass are not known. Give it a __len__: the number of records in one pass.",
             topic="fixed-order",
         )
-    if loader.num_workers > 1 or sampling.shuffle:
+    if sampling.shuffle:
         raise MisconfigurationError(
-            f"The training set {name} is an IterableDataset, and num_workers={loader.num_workers} with "
-            f"sampling={sampling}: several workers may each read one record, and no order but its own "
-            "can be had. Use num_workers=1 (or 0) and FixedOrder().",
+            f"The training set {name} is an IterableDataset, and sampling={sampling}: no order but its "
+            "own can be had. Use FixedOrder().",
             topic="fixed-order",
         )
     if config.has_several_rows:
@@ -191,6 +191,19 @@ def _checked_stream(
             f"The training set {name} is an IterableDataset, which gives each row once and in its own "
             "order: unit and augmentations need rows at any place. Use a data set with __getitem__.",
             topic="user-level",
+        )
+    workers, size = loader.num_workers, len(loader.dataset)
+    found, lead = size, world.broadcast(workers)
+    if workers > 1:  # of which each may have one block that is not full
+        blocks = size // (loader.batch_size or 1) + workers + 1
+        found = sum(islice(in_workers(loader, len, persistent=False), blocks))
+    if (found, workers) != (size, lead):
+        raise MisconfigurationError(
+            f"The training set {name} is an IterableDataset of {size} records, of which num_workers="
+            f"{workers} (on rank 0: {lead}) gave {found if found <= size else 'more'}. As many workers "
+            "on every rank must give one part each: islice(records, info.id, None, "
+            "info.num_workers), info = torch.utils.data.get_worker_info(). Or use num_workers=1.",
+            topic="fixed-order",
         )
     return loader
 
@@ -285,6 +298,8 @@ def before_transfer(trainer: Trainer, batch: Any) -> Any:
 def changed_rows(loader: PrivateDataLoader) -> str | None:
     """Return why steps may not be released, if somebody has had a record named twice since."""
     text = repeated_record(loader.dataset)
+    if isinstance(loader.dataset, Stream):
+        text = text or loader.dataset.fault
     return None if text is None else f"The training set was changed during fit. {text}"
 
 

@@ -35,6 +35,7 @@ from lightning_dp.mechanism import Mechanism
 from lightning_dp.plan.advice import Setting, optimizer_setting
 from lightning_dp.report.run_report import EarlierTraining
 from lightning_dp.run import PrivateRun
+from lightning_dp.sampling.stream import Stream
 from lightning_dp.strategies.checks import (
     Monitors,
     Optimizers,
@@ -674,6 +675,9 @@ class DifferentialPrivacyStrategy(Strategy):
             vars(self).pop(name, None)
         if fit is not None:
             fit.isolation.end()
+        stream = getattr(self._trainer.train_dataloader, "dataset", None)
+        if isinstance(stream, Stream):
+            stream.close()
         super().teardown()
         if fit is not None:
             fit.isolation.follow()

@@ -14,7 +14,7 @@ from local_updates import LocalUpdates
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lightning_dp import Constant, FullBatch, MeanGradient, Poisson, Query, Term
+from lightning_dp import Constant, FullBatch, MeanGradient, Poisson, Query, Term, UserLevel
 from lightning_dp.accounting import Gaussian, PoissonGaussian
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.synchronous import QueryClient, SynchronousServer
@@ -104,7 +104,10 @@ def test_local_steps_see_each_record_once_an_epoch_and_leave_no_trace():
     assert all(p.grad is None and p.requires_grad for p in local.params)
 
 
-@pytest.mark.parametrize(("unit", "radius"), [("client", 0.8), ("record", 0.4)])
+OWNED = UserLevel([0, 1, 0, 1, 0, 1], most_rows=2)
+
+
+@pytest.mark.parametrize(("unit", "radius"), [("client", 0.8), ("record", 0.4), (OWNED, 0.4)])
 def test_the_update_is_clipped_once_so_that_its_unit_moves_it_by_the_clip_norm(unit, radius):
     query = Query((Term(),), 0.8, 1.0)
     full = by_hand(START, 0, 3)
@@ -142,7 +145,12 @@ def test_terms_are_added_before_the_clip_and_coordinates_are_kept():
 
 
 @pytest.mark.parametrize(
-    ("unit", "event"), [("client", Gaussian(2.0)), ("record", PoissonGaussian(2.0, 0.3))]
+    ("unit", "event"),
+    [
+        (OWNED, PoissonGaussian(2.0, 0.3)),
+        ("client", Gaussian(2.0)),
+        ("record", PoissonGaussian(2.0, 0.3)),
+    ],
 )
 def test_a_round_is_charged_as_its_unit_is_sampled(unit, event, tmp_path):
     plan = NoisePlan(2.0, Constant(), Poisson(), 0.3, MeanGradient(1.0))

@@ -194,11 +194,14 @@ def test_a_budget_holds_over_federations_and_the_run_ends(tmp_path):
 
 
 def test_the_number_of_records_of_a_whole_client_stays_there(tmp_path):
-    for unit in ("record", "client"):
+    for unit in ("record", "user", "client"):
         place = tmp_path / unit
         run(place, records=type("Unit", (LogCosh,), {"unit": unit}), settings={"seed": None})
         found = summary(place)["clients"]["1"]
-        assert found["unit"] == unit and ("num_records" in found) == (unit == "record")
+        assert found["unit"] == unit and ("num_records" in found) == (unit != "client")
+        page = (place / "server" / "federation.md").read_text()
+        assert ("each has one id, and is at one client only" in page) == (unit == "user")
+        assert ("about its users, by all" in page) == (unit == "user")
 
 
 def test_a_module_of_half_precision_is_trained_in_float32(tmp_path):
@@ -607,9 +610,16 @@ def history_length(folder: Path) -> int:
     return sum(len(history(folder / "ledgers", f"client-{c}")) for c in range(CLIENTS))
 
 
-def test_a_client_answers_the_runs_on_its_list_only(tmp_path, log):
+@pytest.mark.parametrize("unit", ["record", "user"])
+def test_a_client_answers_the_runs_on_its_list_only(tmp_path, log, unit):
     for name in (None, "diabetes 2026"):
-        alone(tmp_path, Weights, LogCosh, name, runs=["diabetes 2026"])
+        alone(
+            tmp_path,
+            Weights,
+            type("Unit", (LogCosh,), {"unit": unit}),
+            name,
+            runs=["diabetes 2026"],
+        )
         assert sum(n for _, n in history(tmp_path / "ledgers", "client-0")) == (2 if name else 0)
         (tmp_path / "server" / "server.pt").unlink(missing_ok=True)
     assert log("this run is not in the list of those that it answers")

@@ -65,6 +65,15 @@ def test_quickstart_stops_at_its_budget_and_stays_accurate(root, tmp_path):
     assert list(output.glob("private/version_0/events.*"))
 
 
+@pytest.mark.slow
+def test_hospitals_promise_their_epsilon_to_patients(root, tmp_path):
+    done = run(root / "examples" / "federated" / "users.py", cwd=tmp_path, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    spent = re.findall(r"hospital \d: 400 users, ε = ([\d.]+) of a user", done.stdout)
+    assert len(spent) == 3 and all(2.9 < float(each) <= 3.0 for each in spent)
+    assert float(re.search(r"30 rounds: accuracy ([\d.]+)", done.stdout).group(1)) > 0.85
+
+
 @pytest.fixture
 def global_settings() -> Iterator[None]:
     """Put back the settings of the whole process that an example makes."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import multiprocessing
 import pickle
+from collections import deque
 from collections.abc import Iterator
+from itertools import chain, cycle, pairwise
 from typing import Any
 
 import lightning as L
@@ -44,12 +47,16 @@ from lightning_dp.accounting.events import (
     FixedOrderPass,
     RandomAllocationEpoch,
     TruncatedGaussian,
+    VoidedRunError,
 )
 from lightning_dp.accounting.gdp import gdp_epsilon
 from lightning_dp.accounting.rdp import OneOrderAccountant
 from lightning_dp.audit import audit
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import BatchPlan
+from lightning_dp.sampling.loader import ChunkSampler, PrivateDataLoader
+from lightning_dp.sampling.stream import _pickled, by_place
+from lightning_dp.strategies.data import _checked_stream
 from tests.zoo import flat, private
 
 CYCLIC = {"sampling": CyclicPoisson(4), "noise": BandedNoise(4)}
@@ -537,6 +544,129 @@ class Numbers(IterableDataset):
         return iter([self.records[i] for i in range(len(self.records))])
 
 
+class Parts(Numbers):
+    """Numbers, of which each worker gives its own part; ``cut`` makes parts of other sizes."""
+
+    def __init__(self, *args: Any, cut: Any = lambda records, i, n, turn: records[i::n]) -> None:
+        super().__init__(*args)
+        self.cut, self.turns = cut, multiprocessing.Value("i", 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        with self.turns.get_lock():
+            self.turns.value += 1
+        return iter(self.cut([*super().__iter__()], info.id, info.num_workers, self.turns.value))
+
+
+def test_places_of_the_records_of_two_workers():
+    assert _order([4, 4], 2) == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert _order([1, 6], 2) == [0, 1, 2, 3, 4, 5, 6]
+
+
+def _order(sizes: list[int], block: int) -> list[int]:
+    """The order of numbers that workers give in turn, a block each, of parts one after the other."""
+    starts = np.cumsum([0, *sizes])
+    parts = [deque(range(a, b)) for a, b in pairwise(starts.tolist())]
+    found: list[int] = []
+    while any(parts):
+        for part in parts:
+            found += [part.popleft() for _ in range(min(block, len(part)))]
+    return found
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("first", [50, 7])
+def test_workers_give_each_record_once_in_one_order(recording, fit, numbered, persistent, first):
+    """Also where the part of one worker is over long before the other's."""
+    stream = Parts(
+        numbered(100), cut=lambda records, i, n, turn: [records[:first], records[first:]][i]
+    )
+    model, privacy = recording(), private(**LAMBDA)
+    loader = DataLoader(stream, batch_size=24, num_workers=2, persistent_workers=persistent)
+    fit(model, privacy, loader, max_epochs=3)
+    order = _order([first, 100 - first], 24)
+    assert model.batches == 3 * [order[start : start + 24] for start in range(0, 100, 24)]
+    assert sorted(order) == list(range(100))
+    assert stream.turns.value == 2 * 4  # counted once, before the first charge
+    assert not multiprocessing.active_children()
+    assert sum(event.num_steps for event, _ in privacy._run.ledger.history()) == 15
+    assert "two workers" in " ".join(privacy.report().not_covered)
+
+
+@pytest.mark.parametrize(
+    ("cut", "found"),
+    [
+        (lambda records, i, n, turn: records, "more"),
+        (lambda records, i, n, turn: records[i * 49 :][:51], "more"),
+        (lambda records, i, n, turn: cycle(records), "more"),
+        (lambda records, i, n, turn: records[i::3], "67"),
+    ],
+    ids=["all", "overlap", "endless", "gaps"],
+)
+def test_workers_that_share_records_are_refused_before_a_charge(
+    recording, fit, numbered, cut, found, tmp_path
+):
+    model, privacy = recording(), private(**LAMBDA)
+    loader = DataLoader(Parts(numbered(100), cut=cut), batch_size=24, num_workers=2)
+    with pytest.raises(
+        MisconfigurationException, match=rf"100 records, of .* num_workers=2 .* gave {found}\."
+    ):
+        fit(model, privacy, loader, max_epochs=1)
+    assert model.batches == [] and not [*tmp_path.rglob("*.journal")]
+
+
+def test_workers_that_share_records_in_a_later_pass_void_the_run(recording, fit, numbered):
+    def cut(records: list[Any], i: int, n: int, turn: int) -> list[Any]:
+        return records if turn > 4 else records[i::n]  # counted, and one pass
+
+    model, privacy = recording(), private(**LAMBDA)
+    loader = DataLoader(Parts(numbered(96), cut=cut), batch_size=24, num_workers=2)
+    with pytest.raises(VoidedRunError, match="workers of Parts gave more than its len\\(\\) of 96"):
+        fit(model, privacy, loader, max_epochs=2)
+    assert privacy.epsilon == math.inf
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_fit_that_ends_within_a_pass_leaves_no_workers(recording, fit, numbered, workers):
+    loader = DataLoader(
+        Parts(numbered(100)), batch_size=8, num_workers=workers, persistent_workers=True
+    )
+    fit(recording(), private(**LAMBDA), loader, max_steps=3)
+    assert not multiprocessing.active_children()
+
+
+def test_workers_write_what_a_record_shows_of_a_tensor():
+    large = torch.arange(1e6)
+    records = [(large[3:5], "text", None), (torch.zeros(2, dtype=torch.bfloat16), {"a": 1})]
+    (first, *others), second = pickle.loads(content := _pickled(records))
+    assert first.tolist() == [3, 4] and others == ["text", None]
+    assert second[0].dtype == torch.bfloat16 and second[1] == {"a": 1}
+    assert len(content) < 3000
+
+
+def test_two_ranks_of_two_workers_each_share_out_the_records(numbered):
+    loader, found = DataLoader(Parts(numbered(101)), batch_size=8, num_workers=2), []
+    plan = FixedOrder().plan(
+        num_records=101, batch_size=8, accumulate=1, world_size=2, loader_length=13
+    )
+    for rank in range(2):
+        draw = FixedOrder().begin(plan, range(rank, 101, 2), np.random.default_rng())
+        sampler = ChunkSampler(
+            plan, FixedOrder(), rank=rank, world_size=2, limit=7, seed=None, draw=draw
+        )
+        found += [batch[2].tolist() for batch in PrivateDataLoader(by_place(loader), sampler)]
+    assert sorted(chain(*found)) == list(range(101)) and len(found) == 14
+
+
+def test_ranks_with_other_workers_are_refused(numbered):
+    lead = World(1, 2, broadcast=lambda workers: 3)
+    loader = DataLoader(Parts(numbered(10)), num_workers=2)
+    with pytest.raises(
+        MisconfigurationException, match=r"num_workers=2 \(on rank 0: 3\) gave 10\."
+    ):
+        _checked_stream(loader, private(**FIXED).config, FixedOrder(), lead)
+
+
 @pytest.mark.parametrize(
     "workers", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}], ids=str
 )
@@ -552,23 +682,28 @@ def test_a_stream_trains_in_its_own_order(recording, fit, numbered, workers):
     assert sum(event.num_steps for event, _ in privacy._run.ledger.history()) == 10
 
 
-def test_a_stream_is_checked_like_other_data_and_resumes(recording, fit, numbered, tmp_path):
-    options = {**LAMBDA, "checks": Checks()}
-    data, on = Numbers(TensorDataset(*numbered(100).tensors)), {"enable_checkpointing": True}
+@pytest.mark.parametrize(
+    ("kind", "workers", "left"),
+    [(Numbers, 0, [48, 72, 96]), (Numbers, 1, [48, 72, 96]), (Parts, 2, [48, 49, 96])],
+)
+def test_a_stream_is_checked_like_other_data_and_resumes(
+    recording, fit, numbered, tmp_path, kind, workers, left
+):
+    options, settings = {**LAMBDA, "checks": Checks()}, {"batch_size": 24, "num_workers": workers}
+    data, on = kind(TensorDataset(*numbered(100).tensors)), {"enable_checkpointing": True}
     saver = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=7, save_top_k=-1)
     model, privacy = recording(), private(**options)
-    fit(model, privacy, DataLoader(data, batch_size=24), max_epochs=2, callbacks=[saver], **on)
+    fit(model, privacy, DataLoader(data, **settings), max_epochs=2, callbacks=[saver], **on)
     assert "passed at" in str(privacy.report())
     (path,) = (tmp_path / "saved").glob("*step=7*")
     model, on["ckpt_path"] = recording(), path
-    fit(model, private(**options), DataLoader(data, batch_size=24), max_epochs=2, **on)
-    assert [batch[0] for batch in model.batches[-3:]] == [48, 72, 96]
+    fit(model, private(**options), DataLoader(data, **settings), max_epochs=2, **on)
+    assert [batch[0] for batch in model.batches[-3:]] == left
 
 
 @pytest.mark.parametrize(
     ("changes", "sampling", "message"),
     [
-        ({"num_workers": 2}, FixedOrder(), r"Use num_workers=1 \(or 0\) and FixedOrder\(\)"),
         ({}, FixedOrder(shuffle=True), "no order but its own"),
         ({}, Poisson(), r"IterableDataset.*or sampling=FixedOrder\(\)"),
     ],
