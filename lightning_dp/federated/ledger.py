@@ -265,7 +265,8 @@ class ReleaseLedger:
         with _OpenRun(self, spending) as run:
             if (sent := run.kept.get((round_, part))) is not None:
                 return sent
-            before, asked = run.progress, hashlib.sha256(request).hexdigest()
+            before = run.progress
+            asked = hashlib.sha256(request).hexdigest() if before.only or not keep else ""
             again = not keep and (round_, part) == (before.begun, before.parts - 1)
             is_next = (round_, part) == (before.begun, before.parts)
             if before.only not in ("", asked) and (again or is_next):
@@ -282,13 +283,11 @@ class ReleaseLedger:
             except Exception as error:
                 if isinstance(error, VoidedRunError | UnsupportedModelError):
                     run.void(round_, getattr(error, "reason", text_of(error)))
+                asked = hashlib.sha256(request).hexdigest()
                 run.write(replace(run.progress, only=asked), run.kept)
                 raise
             # On disk before it leaves: from now on this round has this release and no other.
-            oldest = round_ - spending.retain + 1
-            kept = {place: sent for place, sent in run.kept.items() if place[0] >= oldest}
-            if keep:
-                kept[round_, part] = content
+            kept = {**run.kept, (round_, part): content} if keep else run.kept
             run.write(replace(now, parts=part + 1, only="" if keep else asked), kept)
             return content
 
@@ -422,7 +421,8 @@ class _OpenRun:
             seed, charged = secrets.token_hex(16), self._charges()
             now = replace(now, begun=round_, parts=0, seed=seed, charged=charged, only="")
             now = replace(now, dataset=self._dataset, unit=self._spending.unit)
-            self.write(now, self.kept)
+            oldest = round_ - self._spending.retain + 1
+            self.write(now, {at: sent for at, sent in self.kept.items() if at[0] >= oldest})
         # The seed is on disk, and now the charge: a process that dies between makes the same batch,
         # and finds in the journal whatever of the round's events was written already.
         events = self._spending.events(round_)
