@@ -265,8 +265,7 @@ class AsyncPlan(RoundPlan):
         self, point: Tensor, i: int, update: Tensor, client: int = 0, out: Tensor | None = None
     ) -> Tensor:
         """Return ``point`` - η̄_i U, with zeros where U has no entry, scaled by (all / ``keep``)."""
-        coordinates = self.coordinates(i, len(point))
-        eta = self.step_size(i)
+        coordinates, eta = self.coordinates(i, len(point)), self.step_size(i)
         if coordinates is None:
             return torch.add(point, update.to(point.dtype), alpha=-eta, out=out)
         scaled = update.to(point.dtype) * (len(point) / len(coordinates))

@@ -441,8 +441,7 @@ class Message:
         """Return the bytes, always the same for the same message."""
         metadata = {_HEADER: json.dumps([self.kind, dict(self.facts)], sort_keys=True)}
         header, parts, end = dict[str, Any](__metadata__=metadata), [], 0
-        named = self.tensors.items()
-        for name, tensor in sorted(named, key=lambda each: (-each[1].element_size(), each[0])):
+        for name, tensor in sorted(self.tensors.items(), key=lambda t: (-t[1].itemsize, t[0])):
             if tensor.dtype not in _NAMES or tensor.dim() != 1:
                 shape, kinds = reprlib.repr(tuple(tensor.shape)), ", ".join(map(str, _NAMES))
                 raise MessageError(
@@ -471,7 +470,10 @@ class Message:
             kind, facts = json.loads(header.pop("__metadata__")[_HEADER])
             data = memoryview(content)[start:]
             tensors = {name: _vector(data, is_copied, **at) for name, at in header.items()}
-            are_facts = isinstance(kind, str) and all(map(_is_fact, facts.values()))
+            are_facts = isinstance(kind, str) and all(
+                isinstance(fact, str | float) or (isinstance(fact, int) and abs(fact) < 2**63)
+                for fact in facts.values()
+            )
             if not are_facts or sum(each.nbytes for each in tensors.values()) != len(data):
                 raise ValueError
         except Exception as error:  # the bytes may be anybody's
@@ -479,10 +481,6 @@ class Message:
                 f"These bytes are no message of lightning-dp ({type(error).__name__})."
             ) from None
         return cls(kind, facts, tensors)
-
-
-def _is_fact(value: object) -> bool:
-    return isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 def _vector(
