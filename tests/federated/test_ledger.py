@@ -166,6 +166,18 @@ def test_it_is_charged_on_disk_and_locked_when_data_is_touched(tmp_path, monkeyp
     assert cache.stat().st_mode & 0o077 == 0  # for this user only
 
 
+def test_a_round_that_begins_writes_no_reply_of_the_round_before(tmp_path):
+    sizes = []
+
+    def large(rng):
+        sizes.extend(path.stat().st_size for path in tmp_path.glob("*.release"))
+        return bytes(10_000)
+
+    for i in range(3):
+        of(tmp_path).release(spending(), i, 0, large)
+    assert len(sizes) == 3 and max(sizes) < 1000
+
+
 def test_parts_of_a_round_share_a_batch_and_a_charge(tmp_path):
     ledger = of(tmp_path)
     parts = [ledger.release(spending(), 0, part, noise) for part in range(3)]
