@@ -440,7 +440,7 @@ class Message:
     def to_bytes(self) -> bytes:
         """Return the bytes, always the same for the same message."""
         metadata = {_HEADER: json.dumps([self.kind, dict(self.facts)], sort_keys=True)}
-        header, parts, end = dict[str, Any](__metadata__=metadata), [], 0
+        header, parts, end = dict[str, Any](__metadata__=metadata), list[Any](), 0
         for name, tensor in sorted(self.tensors.items(), key=lambda t: (-t[1].itemsize, t[0])):
             if tensor.dtype not in _NAMES or tensor.dim() != 1:
                 shape, kinds = reprlib.repr(tuple(tensor.shape)), ", ".join(map(str, _NAMES))
