@@ -235,8 +235,8 @@ FAULTS = (
     Fault("who_is_not_drawn_counts", "client in self._drawn", "or True"),
     Fault(
         "who_is_not_drawn_is_not_asked",
-        "client not in self._answered | self._missed",
-        "and client in self._drawn",
+        "staying - (self._answered | self._missed)",
+        "& self._drawn",
     ),
     Fault("draws_are_saved", '"missed": sorted(self._missed),', '"drawn": sorted(self._drawn),'),
     Fault("clients_charged_at_half_the_rate", "plan.noise_multiplier(t), self.rate", "/ 2"),
@@ -246,7 +246,7 @@ FAULTS = (
         "if False",
     ),
     Fault("a_step_has_two_releases", "self._place[0], 1, make", ", keep=False"),
-    Fault("a_missed_query_is_asked", "client not in self._answered | self._missed", "- {client}"),
+    Fault("a_missed_query_is_asked", "staying - (self._answered | self._missed", "- self._missed"),
     Fault(
         "rows_clipped_instead_of_users",
         "self.pending.append(chunk",

@@ -37,7 +37,6 @@ from lightning_dp.boundary import Query, State, Term
 from lightning_dp.federated.client import Client, PlannedRelease, check_point, draw, noised_sum
 from lightning_dp.federated.ledger import ReleaseLedger, check_budget
 from lightning_dp.federated.protocol import (
-    MAJORITY,
     REFUSED,
     AbstractServer,
     Fact,
@@ -180,8 +179,10 @@ class RoundPlan(ABC):
         """Return the length of an update, of ``size`` parameters; ValueError if it has no plan."""
 
     @abstractmethod
-    def move(self, point: Tensor, i: int, update: Tensor, client: int) -> Tensor:
-        """Return the model, changed by a client's update of round i."""
+    def move(
+        self, point: Tensor, i: int, update: Tensor, client: int, out: Tensor | None = None
+    ) -> Tensor:
+        """Return the model, changed by a client's update of round i; in ``out``, if that is given."""
 
     def bound(self, i: int, point: Tensor) -> float:
         """Return the largest norm of an honest update of round i at a model; infinite if unknown."""
@@ -260,14 +261,15 @@ class AsyncPlan(RoundPlan):
             raise ValueError(f"keep={keep} of {size} coordinates.")
         return keep
 
-    def move(self, point: Tensor, i: int, update: Tensor, client: int = 0) -> Tensor:
+    def move(
+        self, point: Tensor, i: int, update: Tensor, client: int = 0, out: Tensor | None = None
+    ) -> Tensor:
         """Return ``point`` - η̄_i U, with zeros where U has no entry, scaled by (all / ``keep``)."""
-        coordinates = self.coordinates(i, len(point))
-        eta = self.step_size(i)
+        coordinates, eta = self.coordinates(i, len(point)), self.step_size(i)
         if coordinates is None:
-            return torch.add(point, update.to(point.dtype), alpha=-eta)
+            return torch.add(point, update.to(point.dtype), alpha=-eta, out=out)
         scaled = update.to(point.dtype) * (len(point) / len(coordinates))
-        return point.index_add(0, coordinates, scaled, alpha=-eta)
+        return torch.index_add(point, 0, coordinates, scaled, alpha=-eta, out=out)
 
     def bound(self, i: int, point: Tensor) -> float:
         if self.max_grad_norm is None or self.noise_multiplier is None:
@@ -473,7 +475,7 @@ class AsyncServer(AbstractServer):
     plan: RoundPlan
     start: Tensor = field(repr=False)
     num_clients: int
-    quorum: Quorum = MAJORITY
+    quorum: Quorum = field(default_factory=Quorum)
 
     def __post_init__(self) -> None:
         self.num_clients = whole("num_clients", self.num_clients, 1, 2**31)
@@ -485,6 +487,7 @@ class AsyncServer(AbstractServer):
             raise ValueError(f"num_clients={self.num_clients}, but the plan has clients={planned}.")
         self._applied = [0] * self.num_clients
         self._counts: Counter[int] = Counter()  # updates of rounds k, k + 1, ...
+        self._broadcast, self._next = self._point.clone(), self._point.clone()
         self._end_round()
 
     @property
@@ -526,7 +529,8 @@ class AsyncServer(AbstractServer):
         staying = {c: n for c, n in enumerate(self._applied) if c not in self._left}
         self._round = min(staying.values(), default=max(self._applied))
         self._awaited = {c for c, n in staying.items() if n == self._round}
-        self._broadcast = self._point  # v̂ when this round became the earliest one
+        self._broadcast.copy_(self._point)  # v̂ when this round became the earliest one
+        self._bounds: dict[int, float] = {}  # of the updates of a round at it
         self._encoded = b""  # a request of this round, the same bytes for all who are at it
         self._counts = Counter({i: n for i, n in self._counts.items() if i >= self._round})
 
@@ -560,12 +564,13 @@ class AsyncServer(AbstractServer):
             self._left.add(client)
         else:
             size = self.plan.update_size(len(self._point))
-            largest = self.plan.bound(i, self._broadcast)
-            update = message.reals("update", size, self._point.dtype, largest)
-            point = self.plan.move(self._point, i, update, client)
+            if i not in self._bounds:
+                self._bounds[i] = self.plan.bound(i, self._broadcast)
+            update = message.reals("update", size, self._point.dtype, self._bounds[i])
+            point = self.plan.move(self._point, i, update, client, self._next)
             if not is_finite(point):
                 raise MessageError(f"With the update of client {client} the model is not finite.")
-            self._point = point
+            self._point, self._next = point, self._point
             self._applied[client] += 1
             self._counts[i] += 1
         self._awaited.discard(client)
@@ -586,4 +591,4 @@ class AsyncServer(AbstractServer):
         self._applied = list(state["applied"])
         self._counts = Counter(state["counts"])
         self._end_round()
-        self._broadcast, self._encoded = state["broadcast"].clone(), b""
+        self._broadcast.copy_(state["broadcast"])

@@ -173,10 +173,13 @@ class CubicNewtonPlan(RoundPlan):
             longest = max(longest, length)
         return 1.001 * longest * len(x) / self.newton.query_size(len(x))
 
-    def move(self, point: Tensor, i: int, update: Tensor, client: int) -> Tensor:
+    def move(
+        self, point: Tensor, i: int, update: Tensor, client: int, out: Tensor | None = None
+    ) -> Tensor:
         sent = SparseVector(update.to(point.dtype), len(point), self.mask_seed(client), i)
         alpha = self.step_scale / self.clients
-        return point.index_add(0, sent.coordinates(), sent.values, alpha=alpha)
+        coordinates = sent.coordinates()
+        return torch.index_add(point, 0, coordinates, sent.values, alpha=alpha, out=out)
 
 
 @dataclass(eq=False, repr=False)

@@ -9,7 +9,7 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TypeAlias
 
@@ -55,6 +55,7 @@ _Events: TypeAlias = Callable[[int], Sequence[AbstractEvent]]
 _Make: TypeAlias = Callable[[np.random.Generator], bytes]
 
 _WAIT = 60.0  # seconds for another run over the data set to make its release
+_epsilon = lru_cache(PLDAccountant().epsilon)  # clients of one process may be charged the same
 
 
 # -- the plan and the budget -------------------------------------------------------------------
@@ -228,7 +229,7 @@ class ReleaseLedger:
 
     def epsilon(self, delta: float, relation: Relation = "add_remove") -> float:
         """Return ε at ``delta`` of everything charged so far."""
-        return PLDAccountant().epsilon(self.history(), delta, relation)
+        return _epsilon(tuple(self.history()), delta, relation)
 
     def release(
         self,
@@ -263,9 +264,11 @@ class ReleaseLedger:
             VoidedRunError: if real records failed a check, now or in any run over the data set.
         """
         with _OpenRun(self, spending) as run:
-            if (sent := run.kept.get((round_, part))) is not None:
+            before = run.progress
+            is_over = (round_, part) < (before.begun, before.parts)
+            if is_over and (sent := run.kept.get((round_, part))) is not None:
                 return sent
-            before, asked = run.progress, hashlib.sha256(request).hexdigest()
+            asked = hashlib.sha256(request).hexdigest() if before.only or not keep else ""
             again = not keep and (round_, part) == (before.begun, before.parts - 1)
             is_next = (round_, part) == (before.begun, before.parts)
             if before.only not in ("", asked) and (again or is_next):
@@ -282,22 +285,17 @@ class ReleaseLedger:
             except Exception as error:
                 if isinstance(error, VoidedRunError | UnsupportedModelError):
                     run.void(round_, getattr(error, "reason", text_of(error)))
+                asked = hashlib.sha256(request).hexdigest()
                 run.write(replace(run.progress, only=asked), run.kept)
                 raise
             # On disk before it leaves: from now on this round has this release and no other.
-            oldest = round_ - spending.retain + 1
-            kept = {place: sent for place, sent in run.kept.items() if place[0] >= oldest}
-            if keep:
-                kept[round_, part] = content
+            kept = {**run.kept, (round_, part): content} if keep else run.kept
             run.write(replace(now, parts=part + 1, only="" if keep else asked), kept)
             return content
 
 
 class _OpenRun:
     """The journal of a data set and the release file of one run, under their lock."""
-
-    kept: Kept
-    """The releases that may be asked for again, by round and part."""
 
     def __init__(self, ledger: ReleaseLedger, spending: Spending) -> None:
         journal_path, dataset_id = ledger.journal_path, ledger.dataset_id
@@ -308,7 +306,6 @@ class _OpenRun:
             if not journal_path.exists():  # nor has another process begun one meanwhile
                 check_nothing_is_missing(journal_path, dataset_id, Charges(), known)
         self._journal = Journal(journal_path, dataset_id, wait=_WAIT)
-        self.kept = {}
         try:
             if (reason := self._journal.runs.voided) is not None:
                 raise VoidedRunError(reason)
@@ -323,6 +320,11 @@ class _OpenRun:
     def __exit__(self, *unused: object) -> None:
         self._journal.close()
 
+    @cached_property
+    def kept(self) -> Kept:
+        """The releases that may be asked for again, by round and part; a new round needs none."""
+        return read_release_file(self._path)[1]
+
     def _read(self) -> Progress:
         runs, journal, spending = self._journal.runs, self._journal.path, self._spending
         known = [*progress_of_all(journal)]
@@ -336,10 +338,9 @@ class _OpenRun:
                     topic="other-settings",
                 )
         charged = rounds_in(runs, spending.run)
-        if self._path.exists():
-            progress, self.kept, _ = read_release_file(self._path)
-            self._check(progress, max(charged, default=-1))
-            return progress
+        if (own := dict(known).get(self._path)) is not None:
+            self._check(own, max(charged, default=-1))
+            return own
         if charged:
             raise JournalError(
                 f"{self._path} is missing, but rounds of run {spending.run!r} were charged in "
@@ -422,7 +423,9 @@ class _OpenRun:
             seed, charged = secrets.token_hex(16), self._charges()
             now = replace(now, begun=round_, parts=0, seed=seed, charged=charged, only="")
             now = replace(now, dataset=self._dataset, unit=self._spending.unit)
-            self.write(now, self.kept)
+            oldest = round_ - self._spending.retain + 1
+            kept = self.kept if self.progress.begun >= oldest else {}
+            self.write(now, {at: sent for at, sent in kept.items() if at[0] >= oldest})
         # The seed is on disk, and now the charge: a process that dies between makes the same batch,
         # and finds in the journal whatever of the round's events was written already.
         events = self._spending.events(round_)

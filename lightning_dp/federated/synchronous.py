@@ -50,7 +50,6 @@ from lightning_dp.federated.client import (
 )
 from lightning_dp.federated.ledger import ReleaseLedger, Spending
 from lightning_dp.federated.protocol import (
-    MAJORITY,
     REFUSED,
     AbstractServer,
     Message,
@@ -149,11 +148,6 @@ class BVRLSGD:
     def event(self) -> AbstractEvent:
         """The privacy event of one local step, for a record of the worker in turn."""
         return Poisson().event(self.noise_multiplier, self.sample_rate)
-
-    @staticmethod
-    def worker_in_turn(round_number: int, workers: int) -> int:
-        """Return the worker, 0, ..., P - 1, that runs round r = 1, 2, ..."""
-        return round_number % workers
 
 
 # -- client sampling ---------------------------------------------------------------------------
@@ -258,7 +252,7 @@ class SynchronousServer(AbstractServer):
     noise: Literal["server", "client"] = "server"
     local_routine: BVRLSGD | None = None
     seed: int | None = None
-    quorum: Quorum = MAJORITY
+    quorum: Quorum = field(default_factory=Quorum)
     sampling: ClientSampling | None = None
 
     _settings: ClassVar[tuple[str, ...]] = (
@@ -321,7 +315,10 @@ class SynchronousServer(AbstractServer):
 
     @property
     def awaited(self) -> set[int]:
-        return {client for client in range(self.num_clients) if self._is_asked(client)}
+        staying = set(range(0 if self._reason else self.num_clients)) - self._left
+        if self._local is not None:
+            return staying & {self._worker}
+        return staying - (self._answered | self._missed)
 
     def leave_out(self) -> set[int]:
         late = self.awaited
@@ -380,7 +377,7 @@ class SynchronousServer(AbstractServer):
         routine = self.local_routine
         if routine is None or routine.local_steps == 1:
             return None
-        return routine.worker_in_turn(self._place[0] + 1, self.num_clients)
+        return (self._place[0] + 1) % self.num_clients
 
     def _is_finite(self, point: Tensor) -> bool:
         """Check a model; a run that has diverged ends at the last model that was finite."""
@@ -428,7 +425,7 @@ class SynchronousServer(AbstractServer):
     # -- messages ----------------------------------------------------------------------------
 
     def request(self, client: int) -> bytes | None:
-        if not self._is_asked(client):
+        if client not in self.awaited:
             return None
         if self._encoded[0] != self.stage:  # the same bytes for all who are asked
             if not self._is_charged():
@@ -472,14 +469,6 @@ class SynchronousServer(AbstractServer):
             facts["unit"] = "client"
         return _query_message(self._query, self._point, {**facts, "noise": self.noise})
 
-    def _is_asked(self, client: int) -> bool:
-        """Return True if an answer of this client is missing now."""
-        if self._reason or client in self._left:
-            return False
-        if self._local is None:
-            return client not in self._answered | self._missed
-        return client == self._worker
-
     def receive(self, client: int, reply: bytes) -> bool:
         message = self._read(client, reply, _PLACE, _VECTORS)
         place = (message["round"], message["part"])
@@ -488,7 +477,7 @@ class SynchronousServer(AbstractServer):
         has_answered = client in self._answered or self._local is not None
         if place == self._place and message.kind == _ANSWER and has_answered:
             return False  # it came twice
-        if place != self._place or not self._is_asked(client):
+        if place != self._place or client not in self.awaited:
             raise MessageError(f"Client {client} answers for {place}, which was not asked of it.")
         if message.kind == REFUSED:
             self._left.add(client)
@@ -501,7 +490,7 @@ class SynchronousServer(AbstractServer):
             x = message.reals("x", len(self._point), self._point.dtype)
             if not float((x - self._point).double().norm()) <= self._largest_walk():
                 raise MessageError("x is farther away than the plan's local routine goes.")
-            self._move_to(x)
+            self._move_to(x.clone())
             self._ask()
         else:
             assert self._query is not None
@@ -660,8 +649,7 @@ class QueryClient(Client):
         routine = self.local_routine
         if routine is None or routine.local_steps == 1:
             return None
-        in_turn = routine.worker_in_turn(step + 1, self.num_clients)
-        return routine if in_turn == self.client else None
+        return routine if (step + 1) % self.num_clients == self.client else None
 
     def read(self, request: Message) -> PlannedRelease:
         step, part = request.whole("round"), request.whole("part")

@@ -119,8 +119,10 @@ def test_killed_at_every_point_a_release_is_charged_once_and_sent_as_it_was(
             assert charged[plan.events(i)[0]] >= 1
         assert all(n <= charges[event] for event, n in charged.items())
         before = [sent_before(folder, *step) for step in steps]
-        if sent and before[count - 1] != sent[-1]:  # only where a later release was already made
-            assert before[count - 1] is None and before[count] is not None
+        if sent and before[count - 1] != sent[-1]:  # only where a later round has begun
+            plan, i, _ = steps[count - 1]
+            path = release_path(ledger.journal_path, plan.run)
+            assert before[count - 1] is None and read_release_file(path)[0].begun > i
         for number in range(count, len(steps)):  # a new process goes on, and asks again
             content = of(folder).release(*steps[number], noise)
             assert before[number] in (None, content)
@@ -162,6 +164,18 @@ def test_it_is_charged_on_disk_and_locked_when_data_is_touched(tmp_path, monkeyp
     of(tmp_path).release(spending(), 3, 0, look)
     (cache,) = tmp_path.glob("*.release")
     assert cache.stat().st_mode & 0o077 == 0  # for this user only
+
+
+def test_a_round_that_begins_writes_no_reply_of_the_round_before(tmp_path):
+    sizes = []
+
+    def large(rng):
+        sizes.extend(path.stat().st_size for path in tmp_path.glob("*.release"))
+        return bytes(10_000)
+
+    for i in range(3):
+        of(tmp_path).release(spending(), i, 0, large)
+    assert len(sizes) == 3 and max(sizes) < 1000
 
 
 def test_parts_of_a_round_share_a_batch_and_a_charge(tmp_path):
