@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import reprlib
-import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -39,12 +40,8 @@ Fact: TypeAlias = str | int | float | bool
 REFUSED = "refused"  # the reply of every protocol where a client has no budget left
 
 _HEADER = "lightning_dp"
-_LONGEST_HEADER, _ALIGNED = 1 << 20, 8  # bytes
-_DTYPES = {
-    **{"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16},
-    "I64": torch.int64,
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_LARGEST_NUMBER = 2**63
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
 
 
 @runtime_checkable
@@ -322,7 +319,7 @@ class AbstractServer(ABC):
 
         Args:
             client: the sender.
-            reply: from anybody; tensors are views of it, which nobody may change.
+            reply: from anybody.
             numbers: the facts of every reply, whole numbers >= 0.
             vectors: the tensor of a reply, by its kind; a refusal has none.
         """
@@ -330,7 +327,7 @@ class AbstractServer(ABC):
             raise MessageError(
                 f"client={reprlib.repr(client)} is none of the clients 0, ..., {self.num_clients - 1}."
             )
-        message = Message.from_bytes(reply, is_copied=False)
+        message = Message.from_bytes(reply)
         tensors = {**{kind: {name} for kind, name in vectors.items()}, REFUSED: set[str]()}
         form = (set(numbers), tensors.get(message.kind))
         if (set(message.facts), set(message.tensors)) != form:
@@ -378,7 +375,7 @@ class MessageError(Refusal, ValueError):
 class Message:
     """A kind, some facts and some vectors.
 
-    The bytes are in the format of safetensors: reading them runs no code, and takes memory in proportion.
+    The bytes are those of safetensors: reading them runs no code, and takes memory in proportion.
 
     Args:
         kind: what it means to the two machines that exchange it.
@@ -439,60 +436,48 @@ class Message:
 
     def to_bytes(self) -> bytes:
         """Return the bytes, always the same for the same message."""
-        metadata = {_HEADER: json.dumps([self.kind, dict(self.facts)], sort_keys=True)}
-        header, parts, end = dict[str, Any](__metadata__=metadata), list[Any](), 0
-        for name, tensor in sorted(self.tensors.items(), key=lambda t: (-t[1].itemsize, t[0])):
-            if tensor.dtype not in _NAMES or tensor.dim() != 1:
-                shape, kinds = reprlib.repr(tuple(tensor.shape)), ", ".join(map(str, _NAMES))
-                raise MessageError(
-                    f"{reprlib.repr(name)} is of shape {shape} and {tensor.dtype}; a message has "
-                    f"vectors of {kinds}."
-                )
-            parts.append(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
-            begin, end, dtype = end, end + len(parts[-1]), _NAMES[tensor.dtype]
-            header[name] = {"dtype": dtype, "shape": [len(tensor)], "data_offsets": [begin, end]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % _ALIGNED)
-        return b"".join([len(text).to_bytes(_ALIGNED, "little"), text, *parts])
+        for name, tensor in self.tensors.items():
+            _check_tensor(name, tensor)
+        content = {name: each.detach().cpu().clone() for name, each in self.tensors.items()}
+        header = json.dumps([self.kind, dict(self.facts)], sort_keys=True)
+        return bytes(_safetensors().save(content, {_HEADER: header}))
 
     @classmethod
-    def from_bytes(cls, content: bytes, *, is_copied: bool = True) -> Message:
-        """Read what :meth:`to_bytes` wrote; nobody may change tensors that are not copied from it.
-
-        Raises:
-            MessageError: for anything else.
-        """
+    def from_bytes(cls, content: bytes) -> Message:
+        """Read what :meth:`to_bytes` wrote. Raises MessageError for anything else."""
+        library = _safetensors()
         try:
-            start = _ALIGNED + int.from_bytes(content[:_ALIGNED], "little")
-            if not start <= min(len(content), _LONGEST_HEADER) or start % _ALIGNED:
-                raise ValueError
-            header = json.loads(content[_ALIGNED:start])
-            kind, facts = json.loads(header.pop("__metadata__")[_HEADER])
-            data = memoryview(content)[start:]
-            tensors = {name: _vector(data, is_copied, **at) for name, at in header.items()}
-            are_facts = isinstance(kind, str) and all(
-                isinstance(fact, str | float) or (isinstance(fact, int) and abs(fact) < 2**63)
-                for fact in facts.values()
-            )
-            if not are_facts or sum(each.nbytes for each in tensors.values()) != len(data):
-                raise ValueError
+            tensors = library.load(content)
+            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+            kind, facts = json.loads(header["__metadata__"][_HEADER])
         except Exception as error:  # the bytes may be anybody's
             raise MessageError(
                 f"These bytes are no message of lightning-dp ({type(error).__name__})."
             ) from None
+        if not isinstance(kind, str) or not isinstance(facts, dict):
+            raise MessageError("A message has no kind or no facts.")
+        for value in facts.values():
+            is_large = isinstance(value, int) and not abs(value) < _LARGEST_NUMBER
+            if is_large or not isinstance(value, str | int | float):
+                raise MessageError("A fact is neither a string nor a number below 2**63.")
+        for name, tensor in tensors.items():
+            _check_tensor(name, tensor)
         return cls(kind, facts, tensors)
 
 
-def _vector(
-    data: memoryview, is_copied: bool, dtype: str, shape: list[int], data_offsets: list[int]
-) -> Tensor:
-    """Return the vector at a place in the bytes behind a header. Raises an error for any other."""
-    (count,), (begin, end), kind = shape, data_offsets, _DTYPES[dtype]
-    if not 0 <= begin <= end <= len(data) or end - begin != count * kind.itemsize:
-        raise ValueError
-    if begin == end:
-        return torch.empty(0, dtype=kind)
-    part = data[begin:end]
-    with warnings.catch_warnings():  # of a view that cannot be written
-        warnings.simplefilter("ignore")
-        return torch.frombuffer(bytearray(part) if is_copied else part, dtype=kind)
+def _safetensors() -> ModuleType:
+    try:
+        return importlib.import_module("safetensors.torch")
+    except ImportError:
+        raise ImportError(
+            "Messages need safetensors: pip install 'lightning-dp[federated]', or safetensors."
+        ) from None
+
+
+def _check_tensor(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in _DTYPES or tensor.dim() != 1:
+        shape = reprlib.repr(tuple(tensor.shape))
+        raise MessageError(
+            f"{reprlib.repr(name)} is of shape {shape} and {tensor.dtype}; a message has vectors of "
+            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}."
+        )

@@ -149,6 +149,11 @@ class BVRLSGD:
         """The privacy event of one local step, for a record of the worker in turn."""
         return Poisson().event(self.noise_multiplier, self.sample_rate)
 
+    @staticmethod
+    def worker_in_turn(round_number: int, workers: int) -> int:
+        """Return the worker, 0, ..., P - 1, that runs round r = 1, 2, ..."""
+        return round_number % workers
+
 
 # -- client sampling ---------------------------------------------------------------------------
 
@@ -377,7 +382,7 @@ class SynchronousServer(AbstractServer):
         routine = self.local_routine
         if routine is None or routine.local_steps == 1:
             return None
-        return (self._place[0] + 1) % self.num_clients
+        return routine.worker_in_turn(self._place[0] + 1, self.num_clients)
 
     def _is_finite(self, point: Tensor) -> bool:
         """Check a model; a run that has diverged ends at the last model that was finite."""
@@ -490,7 +495,7 @@ class SynchronousServer(AbstractServer):
             x = message.reals("x", len(self._point), self._point.dtype)
             if not float((x - self._point).double().norm()) <= self._largest_walk():
                 raise MessageError("x is farther away than the plan's local routine goes.")
-            self._move_to(x.clone())
+            self._move_to(x)
             self._ask()
         else:
             assert self._query is not None
@@ -649,7 +654,8 @@ class QueryClient(Client):
         routine = self.local_routine
         if routine is None or routine.local_steps == 1:
             return None
-        return routine if (step + 1) % self.num_clients == self.client else None
+        in_turn = routine.worker_in_turn(step + 1, self.num_clients)
+        return routine if in_turn == self.client else None
 
     def read(self, request: Message) -> PlannedRelease:
         step, part = request.whole("round"), request.whole("part")
