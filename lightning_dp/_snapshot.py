@@ -321,7 +321,8 @@ class Snapshot:
             _add(moving, path, part, walk)
         for name, param in () if parameters else _frozen(module):
             moving[(_FROZEN, name)] = _Part(param, name, "buffer")
-        return cls(still, moving, RandomState(_device_of(module)) if global_random else None)
+        device = next((param.device for param in module.parameters()), torch.device("cpu"))
+        return cls(still, moving, RandomState(device) if global_random else None)
 
     def restore(self) -> None:
         """Restore everything into the same objects, as far as these can be changed."""
@@ -465,10 +466,6 @@ def _muted(module: LightningModule) -> Iterator[None]:
         own.update(earlier)
         if trainer is not None and loggers:
             trainer.loggers = loggers
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    return next((param.device for param in module.parameters()), torch.device("cpu"))
 
 
 # -- parts of a snapshot --------------------------------------------------------------------------

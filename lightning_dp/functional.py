@@ -455,10 +455,9 @@ def flat_zeros(like: Sequence[Tensor], size: int | None = None) -> Tensor:
     return torch.zeros(size, dtype=flat_dtype(like), device=like[0].device)
 
 
-def flat_memory(like: Sequence[Tensor], size: int | None = None) -> Tensor:
+def flat_memory(like: Sequence[Tensor]) -> Tensor:
     """Return the same as :func:`flat_zeros`, before anything was written into it."""
-    size = number_of_entries(like) if size is None else size
-    return torch.empty(size, dtype=flat_dtype(like), device=like[0].device)
+    return torch.empty(number_of_entries(like), dtype=flat_dtype(like), device=like[0].device)
 
 
 def flat_dtype(like: Sequence[Tensor]) -> torch.dtype:

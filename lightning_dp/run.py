@@ -115,19 +115,6 @@ class PlannedFit:
             draw = config.sampling.begin(budget.batches, shard, rng, step)
         return cls(mechanism, step + planned_steps, step + affordable, draw=draw)
 
-    def replan(self, budget: Budget, world: World) -> None:
-        """Find again how far the budget goes.
-
-        Args:
-            budget: of the steps to come.
-            world: the processes of the job.
-        """
-        mechanism = self.mechanism
-        left = self.end - mechanism.step
-        affordable = world.broadcast(budget.affordable(mechanism.plan, mechanism.step, left))
-        self.affordable_end = mechanism.step + affordable
-        mechanism.guard = mechanism.guard.replanned(affordable)
-
     @property
     def remaining(self) -> float:
         """Steps of the plan that are left and that the budget affords."""
@@ -463,7 +450,11 @@ class PrivateRun:
         fit = self._fit
         if fit is None or fit.mechanism.plan.is_constant:
             return False
-        fit.replan(self._budget(self.ledger.history()), world)
+        mechanism, budget = fit.mechanism, self._budget(self.ledger.history())
+        left = fit.end - mechanism.step
+        affordable = world.broadcast(budget.affordable(mechanism.plan, mechanism.step, left))
+        fit.affordable_end = mechanism.step + affordable
+        mechanism.guard = mechanism.guard.replanned(affordable)
         return True
 
     def _budget(self, spent: History) -> Budget:

@@ -380,7 +380,7 @@ class DynamicMomentum(AbstractSchedule):
             raise ValueError(
                 f"DynamicMomentum(eta0={self.eta0}) must be above 0 and below kappa={self.kappa}."
             )
-        normalise(self, momentum_weight, "beta", of="DynamicMomentum")
+        normalise(self, between("[0, 1)"), "beta", of="DynamicMomentum")
         if not self.beta < 1 - self.eta0 / self.kappa:
             raise ValueError(
                 f"DynamicMomentum(beta={self.beta}) must be below gamma = 1 - eta0/kappa = "
@@ -443,12 +443,6 @@ def condition_number(name: str, value: object, *, of: str | None = None) -> floa
             "over the PL constant."
         )
     return result
-
-
-def momentum_weight(name: str, value: object, *, of: str | None = None) -> float:
-    """Return a number in [0, 1)."""
-    weight: float = between("[0, 1)")(name, value, of=of)
-    return weight
 
 
 def _whole_steps(number: float) -> int:

@@ -390,7 +390,7 @@ def _spread(mixture: Mixture, pmfs: list[LossPmf], moments: FloatArray) -> float
     center = np.array([p.probabilities[-p.start] for p in pmfs])
     for cell in mixture.cells:
         corners = list(cell.corners)
-        weights = cell.mean_weights() * np.exp(moments[corners] - moments[corners].max())
+        weights = (cell.counts @ cell.weights()) * np.exp(moments[corners] - moments[corners].max())
         at_zero = center[corners] * np.exp(-moments[corners])
         total += cell.total * max(1 - float(weights @ at_zero / weights.sum()), 0.0)
     return max(total, 1.0)

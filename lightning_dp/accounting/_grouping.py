@@ -75,10 +75,6 @@ class Cell:
             self.corners, self.u[which], self.v[which], self.counts[which], self.members[which]
         )
 
-    def mean_weights(self) -> FloatArray:
-        """Average weight of every corner."""
-        return np.asarray(self.counts @ self.weights() / self.counts.sum())
-
 
 @dataclass(frozen=True)
 class Mixture:

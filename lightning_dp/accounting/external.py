@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -82,11 +82,6 @@ class Declared:
     def lost(self) -> float:
         """The probability that a release tells all."""
         return -math.expm1(self.log_intact)
-
-    @property
-    def without_delta(self) -> Declared:
-        """The part of them that is pure or zCDP."""
-        return replace(self, log_intact=0.0)
 
     @property
     def simple_epsilon(self) -> float:

@@ -151,7 +151,8 @@ class PLDAccountant(AbstractAccountant):
         if not declared.is_empty:
             declared_curve = RenyiCurve(steps, relation, declared)
             bounds = [declared_curve.delta(epsilon) for epsilon in asked]
-            if self._needs_no_grid(steps, declared.without_delta, _ANY_DELTA, relation):
+            lossless = replace(declared, log_intact=0.0)
+            if self._needs_no_grid(steps, lossless, _ANY_DELTA, relation):
                 return bounds
             least = declared.simple_epsilon if steps.counts.size == 0 else math.inf
             alone = [declared.lost if least <= epsilon else 1.0 for epsilon in asked]

@@ -209,10 +209,6 @@ class CallRecorder(TorchFunctionMode):
         self._seen.append(ref(seen))
         return seen
 
-    def seen_alone(self, tensor: Tensor) -> Tensor:
-        """Return the same of samples that come as batches of one: shape (1, ...)."""
-        return self.sample(tensor.unsqueeze(1))
-
     @property
     def leaves_samples(self) -> bool:
         """True if somebody still has a tensor of single samples, when all else of the pass is gone."""

@@ -154,7 +154,9 @@ class Records(AbstractGradientEngine):
         )
         with recorder.running():
             value = batch.map(
-                lambda x: recorder.seen_alone(x) if isinstance(x, Tensor) else type(x)(x[:1])
+                lambda x: (
+                    recorder.sample(x.unsqueeze(1)) if isinstance(x, Tensor) else type(x)(x[:1])
+                )
             )
             with _refusing(), recorder, around(recorder, places):
                 output = forward(value)

@@ -194,10 +194,6 @@ def _is_lookup(layer: FunctionLayer, input: Tensor) -> bool:
     return not is_changed and not input.is_floating_point()  # torch.embedding has the table first
 
 
-def _is_of_input(layer: FunctionLayer, input: Tensor) -> bool:
-    return layer.running_mean is None and layer.use_input_stats
-
-
 _CONV = "input weight bias stride padding dilation groups"
 _TABLE = (
     _Entry(
@@ -249,7 +245,7 @@ _TABLE = (
         {
             "instance_norm": "input running_mean running_var weight bias use_input_stats momentum eps"
         },
-        _is_of_input,
+        lambda layer, _: layer.running_mean is None and layer.use_input_stats,
     ),
     _Entry(_fixed_norm, [FixedNorm], {}),
 )

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from torch import Tensor, optim
+from torch import optim
 from torch.optim import Optimizer
 
 from lightning_dp.accounting.base import Relation
@@ -139,23 +139,18 @@ def optimizer_setting(optimizer: Optimizer) -> tuple[OptimizerSetting, int, floa
     """
     groups = optimizer.param_groups
     trained = [p for group in groups for p in group["params"] if p.requires_grad]
-    names = ("lr", "initial_lr", "max_lr")  # the last one is a OneCycleLR's
-    rates = [_number(group[name]) for group in groups for name in names if name in group]
+    names = ("lr", "initial_lr", "max_lr")  # numbers or tensors; the last one is a OneCycleLR's
+    rates = [float(group[name]) for group in groups for name in names if name in group]
     is_sgd, is_adam = isinstance(optimizer, optim.SGD), isinstance(optimizer, _ADAM)
     setting = OptimizerSetting(
         type(optimizer).__name__,
         "adam" if is_adam else "sgd" if is_sgd else None,
         max(rates, default=math.nan),
-        max(_number(group.get("momentum", 0.0)) for group in groups),
+        max(float(group.get("momentum", 0.0)) for group in groups),
         "max_lr" if any("max_lr" in group for group in groups) else "lr",
     )
     matrices = [tuple(p.shape) for p in trained if p.dim() > 1 and p.numel()]
     return setting, number_of_entries(trained), weight_size(matrices) if matrices else None
-
-
-def _number(value: float | Tensor) -> float:
-    """Return a setting as a number: torch allows tensors too."""
-    return float(value)
 
 
 # -- before ------------------------------------------------------------------------------------

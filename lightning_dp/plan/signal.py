@@ -215,7 +215,8 @@ class SignalTracker:
         if not (released.noise_std > 0 and _asks_gradient(query)):
             return
         value = released.value.detach()
-        stride = _stride(value.numel())
+        # Odd, as rows of weights are often of even length: all their columns are to have a part.
+        stride = -(-value.numel() // max(_ENTRIES, value.numel() // 8)) | 1
         # Read once: three sums over every k-th entry would read all of the value three times.
         followed = value if stride == 1 else value[::stride].contiguous()
         if self._average is None or self._average.shape != followed.shape:
@@ -316,14 +317,6 @@ def _asks_gradient(query: Query) -> bool:
     """Return whether the answer holds a gradient of all parameters, and not only differences."""
     gradients = [term.weight for term in query.terms if term.direction is None]
     return query.coordinates is None and abs(sum(gradients)) > 0
-
-
-def _stride(size: int) -> int:
-    """Return k: every k-th entry of a release is followed.
-
-    It is odd, since rows of weights are often of even length: all their columns are to have a part.
-    """
-    return -(-size // max(_ENTRIES, size // 8)) | 1
 
 
 def _weight(averaged: int) -> float:

@@ -25,8 +25,8 @@ from lightning_dp._validate import optional, positive, whole
 from lightning_dp.accounting.base import Relation
 from lightning_dp.plan.training_plan import (
     TrainingPlan,
+    allows,
     learning_rate,
-    plan_training,
     rounded,
     steps_per_epoch,
 )
@@ -114,7 +114,7 @@ def suggest(
     n = best.num_records
     epochs = _epochs_of_table(best.record_gradients / n, gradients / n, least_steps)
     table = tuple(
-        tuple(best.changed(batch_size=batch, **_length(n, batch, each)) for each in epochs)
+        tuple(best.changed(batch_size=batch, steps=_steps(n, batch, each)) for each in epochs)
         for batch in _batches_of_table(n)
     )
     return Suggestion(best=best, table=table, seconds=seconds, records_per_second=speed)
@@ -157,10 +157,11 @@ def best_plan(
         )
 
     def plan(batch: int, epochs: float) -> TrainingPlan:
-        return plan_training(
-            num_records,
-            batch,
-            **_length(num_records, batch, epochs),
+        return TrainingPlan(
+            num_records=num_records,
+            batch_size=batch,
+            steps=_steps(num_records, batch, epochs),
+            noise_multiplier=1.0,  # until one is chosen: a calibration asks for ε several times
             target_epsilon=target_epsilon,
             target_delta=delta,
             relation=relation,
@@ -169,14 +170,14 @@ def best_plan(
     for epochs in _doubled(gradients / num_records, least_steps, least_epochs):
         sizes = _batches(num_records, epochs, least_steps, gradients)
         best = plan(sizes[0], epochs)
-        if best.excess <= ENOUGH:
+        if allows(best, ENOUGH):
             break
     for batch in sizes[1:]:
         smaller = plan(batch, epochs)
-        if not smaller.excess <= ENOUGH:
+        if not allows(smaller, ENOUGH):
             break
         best = smaller
-    return best
+    return best.changed(steps=best.steps)
 
 
 def default_delta(num_records: int) -> float:
@@ -202,11 +203,11 @@ def _doubled(most: float, least_steps: int, first: int = 1) -> list[float]:
     return [*(float(each) for each in epochs if each < last), float(last)]
 
 
-def _length(num_records: int, batch_size: int, epochs: float) -> dict[str, int]:
-    """Return the length of a training as an argument: whole epochs, or the steps of a part of one."""
+def _steps(num_records: int, batch_size: int, epochs: float) -> int:
+    """Return the steps of whole epochs, or of a part of one."""
     if epochs == int(epochs):
-        return {"epochs": int(epochs)}
-    return {"steps": max(1, math.floor(epochs * num_records / batch_size))}
+        return int(epochs) * steps_per_epoch(num_records, batch_size)
+    return max(1, math.floor(epochs * num_records / batch_size))
 
 
 def _batches(num_records: int, epochs: float, least_steps: int, gradients: float) -> list[int]:
@@ -255,6 +256,7 @@ def settings(plan: TrainingPlan, processes: int = 1) -> str:
         processes: that share each batch.
 
     Example:
+        >>> from lightning_dp.plan import plan_training
         >>> plan = plan_training(22_000, 1024, epochs=8, target_epsilon=3.0, target_delta=1e-5)
         >>> settings(plan)
         'batch_size=1024 (or batch_size × accumulate_grad_batches), max_epochs=8'

@@ -39,7 +39,9 @@ from lightning_dp._validate import (
 )
 from lightning_dp.accounting.base import Relation, check_relation
 from lightning_dp.accounting.calibration import alike, calibrate_steps
+from lightning_dp.accounting.events import sampled_gaussian
 from lightning_dp.accounting.gdp import mu_of_budget
+from lightning_dp.accounting.pld import PLDAccountant
 
 __all__ = ["Optimizer", "TrainingPlan", "learning_rate", "plan_training", "rounded", "weight_size"]
 
@@ -241,6 +243,14 @@ def calibrated_noise(
     if sample_rate == 1:  # exactly, and at once
         return full_batch_noise(epsilon, delta, relation) * math.sqrt(steps)
     return calibrate_steps(alike(sample_rate, steps), epsilon, delta, relation)
+
+
+def allows(plan: TrainingPlan, excess: float) -> bool:
+    """Return whether the budget allows so small an excess, by one ε that is up to 1 % too large."""
+    noise = plan.noise_multiplier * excess / plan.excess
+    events = [(sampled_gaussian(noise, plan.sample_rate), plan.steps)]
+    judge = PLDAccountant(rtol=0.01)
+    return judge.epsilon(events, plan.target_delta, plan.relation) <= 0.999 * plan.target_epsilon
 
 
 def full_batch_noise(epsilon: float, delta: float, relation: Relation) -> float:

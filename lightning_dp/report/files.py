@@ -221,14 +221,12 @@ def _checkpoint(path: Path, record: dict[str, Any]) -> Document:
     )
 
 
-def _journal(document: Path, recorded: object) -> Path | None:
+def _journal(document: Path, recorded: str | None) -> Path | None:
     """Return the recorded path of a document's journal, if that can be the name of one."""
     if recorded is None:
         return None
-    if isinstance(recorded, str) and "\0" not in recorded:
-        path = Path(recorded)
-        if is_journal_name(path.name):
-            return path
+    if "\0" not in recorded and is_journal_name(Path(recorded).name):
+        return Path(recorded)
     raise RefusedSetting(
         f"{document} names a file that is not a journal: {reprlib.repr(recorded)}.",
         topic="unreadable-checkpoint",

@@ -250,24 +250,11 @@ class FixedOrder(AbstractBlockSampling):
     def separation(self) -> float:
         return math.inf  # the charge counts the rows that columns share
 
-    def plan(
-        self,
-        *,
-        num_records: int,
-        batch_size: int,
-        accumulate: int,
-        world_size: int,
-        loader_length: int,
-    ) -> BatchPlan:
+    def adapt(self, plan: BatchPlan, world_size: int) -> BatchPlan:
         # A loader that gives all records to each process (of a stream, say) counts them all.
-        own = math.ceil(math.ceil(num_records / world_size) / (batch_size or 1))
-        return super().plan(
-            num_records=num_records,
-            batch_size=batch_size,
-            accumulate=accumulate,
-            world_size=world_size,
-            loader_length=min(own, loader_length),
-        )
+        records = math.ceil(plan.num_records / world_size)
+        size = round(plan.expected_batch_size / world_size) if plan.sample_rate < 1 else records
+        return replace(plan, steps_per_epoch=min(math.ceil(records / size), plan.steps_per_epoch))
 
     def window(self, batches: BatchPlan) -> int:
         return batches.steps_per_epoch

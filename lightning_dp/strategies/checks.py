@@ -38,6 +38,7 @@ from lightning_dp._world import is_sharded
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.functional import has_float64
 from lightning_dp.optimizers import NoiseFilter, with_noise_variance
+from lightning_dp.plan.suggestion import default_delta
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import BatchPlan, Poisson
 from lightning_dp.strategies.update_guard import trained_by
@@ -235,7 +236,7 @@ def weak_settings(config: PrivacyConfig, batches: BatchPlan) -> Iterator[tuple[s
             f"target_delta={delta:g} is not below 1/N = {1 / records:.3g} for the N = {records} "
             f"{unit}s of the training set. At such a δ, a mechanism that publishes a {unit}'s data in "
             "clear, chosen at random, is called private, whatever ε is. Choose δ well "
-            f"below 1/N, {_well_below(records):g} say."
+            f"below 1/N, {default_delta(records):g} say."
         )
         yield "delta-too-large", warning
     if isinstance(config.sampling, Poisson) and not batches.sample_rate < 1:
@@ -246,11 +247,6 @@ def weak_settings(config: PrivacyConfig, batches: BatchPlan) -> Iterator[tuple[s
             "the DataLoader a smaller batch_size."
         )
         yield "batch-size", warning
-
-
-def _well_below(records: int) -> float:
-    """Return a power of ten that is at most a tenth of 1/N."""
-    return float(f"1e-{len(str(records)) + 1}")
 
 
 # -- optimizers ------------------------------------------------------------------------------------

@@ -29,7 +29,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
             return math.sqrt(steps) / mu
         return math.log1p((mu / rate) ** 2 / steps) ** -0.5
 
+    def allows(plan, excess):
+        return plan.changed(steps=plan.steps).excess <= excess
+
     monkeypatch.setattr("lightning_dp.plan.training_plan.calibrated_noise", calibrated)
+    monkeypatch.setattr("lightning_dp.plan.suggestion.allows", allows)
 
 
 @cache

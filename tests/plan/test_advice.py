@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 
+from lightning_dp.accounting.calibration import calibrate_steps
 from lightning_dp.plan.advice import (
     OptimizerSetting,
     after,
@@ -18,7 +19,7 @@ from lightning_dp.plan.advice import (
     planned_rate,
 )
 from lightning_dp.plan.signal import judge
-from lightning_dp.plan.suggestion import best_plan
+from lightning_dp.plan.suggestion import ENOUGH, best_plan
 
 
 def adam(rate):
@@ -56,6 +57,21 @@ def test_the_plan_is_the_planners_with_no_fewer_epochs(setting):
     assert (full.sample_rate, full.steps, round(full.excess, 6)) == (1.0, 100, 1.0)
     replaced = setting({"relation": "replace_one"})
     assert replaced.excess == pytest.approx(setting().excess / 2)
+
+
+def test_one_plan_is_calibrated_and_the_others_cost_one_epsilon_each(setting, monkeypatch):
+    calibrated, given = [], setting({"num_records": 21_987})  # of no other test: noise is cached
+
+    def counted(steps, *budget):
+        calibrated.append(steps)
+        return calibrate_steps(steps, *budget)
+
+    monkeypatch.setattr("lightning_dp.plan.training_plan.calibrate_steps", counted)
+    plan = better_plan(given)
+
+    assert len(calibrated) == 1
+    assert plan.excess <= ENOUGH < plan.changed(batch_size=plan.batch_size // 2).excess
+    assert plan.changed(epochs=int(plan.epochs) // 2).excess > ENOUGH
 
 
 @pytest.mark.parametrize(
