@@ -227,10 +227,8 @@ def _numbered(ids: Any) -> Integers:
         known: dict[Hashable, int] = {}
         try:
             users = np.array([known.setdefault(each, len(known)) for each in array], dtype=np.int64)
-            if not all(
-                copy.deepcopy(each) in known for each in known
-            ):  # equal to nothing but itself
-                raise TypeError
+            if any(copy.deepcopy(each) not in known for each in known):
+                raise TypeError  # it is equal to nothing but itself
             has_none = any(each is None or each != each for each in known)
         except TypeError:
             raise RefusedSetting(_UNHASHABLE, topic="user-level") from None
