@@ -201,7 +201,8 @@ class LocalRecords(ModuleRecords):
         module: trained in its parameters with ``requires_grad``; their order in ``parameters()``
             is that of flat vectors.
         records: a map-style data set, or the training loader, whose ``collate_fn`` is used and
-            whose batch size is the chunk size. Both must make one row of each record.
+            whose batch size is the chunk size. Both must make one row of each record; of users, in
+            their order: a row in another place would be another user's.
         unit: the part whose presence is hidden. "record": each record's part is clipped to C.
             "client": the un-clipped sum over the records is clipped to C as a whole, so that
             nothing but the noise tells whether the client took part. Sampling records amplifies

@@ -239,17 +239,19 @@ class Check:
 
     def _moved_if_ordered(self, kept: list[int]) -> float:
         """Return how far the sum moved if a model only sorted or shuffled its samples; else infinity."""
-        samples = [self._samples[place] for place in kept]
+        variants, k = Variants.of(self._samples, kept), len(kept)
+        lists = (variants.alone, variants.together, variants.exchanged)
         try:
             with without_dropout(self._runner.module):
-                together = self._run(self._samples, range(len(self._samples)))
-                alone = self._run(samples, range(len(kept)))
+                runs = [self._run(samples, range(len(samples))) for samples in lists]
         except Exception:  # of the user's code, for which so few may be too few
             return math.inf
-        if together.has_drawn or together.gradients is None or alone.gradients is None:
+        found = [run.gradients for run in runs if run.gradients is not None]
+        if len(found) < len(runs) or runs[1].has_drawn:
             return math.inf
-        whole, eps, k = self._settings.whole, self._settings.eps, len(kept)
-        moved = movement_if_ordered(together.gradients, alone.gradients, whole, k, eps)
+        whole, eps = self._settings.whole, self._settings.eps
+        alone, *others = found  # also with copies an order changes nothing
+        moved = max(movement_if_ordered(each, alone, whole, k, eps) for each in others)
         # The mean's 1/n may be rounded the same way for all samples.
         return moved if moved <= max(self._limit(k), eps * whole) else math.inf
 

@@ -63,7 +63,8 @@ class DryRun:
 
         Args:
             count: how many.
-            are_longer: the last one is longer, where samples have lengths.
+            are_longer: one is longer, where samples have lengths: none at an end, which a sort by
+                length would leave where it is.
 
         Raises:
             ValueError: if none can be made.
@@ -73,7 +74,8 @@ class DryRun:
         lengths = _lengths_in(self._like) if are_longer and self._have_lengths else ()
         longer = {length: 2 * length for length in lengths}
         return [
-            _SampleMaker(i, longer if i == count - 1 else {}).like(self._like) for i in range(count)
+            _SampleMaker(i, longer if i == count // 2 else {}).like(self._like)
+            for i in range(count)
         ]
 
     def run(
@@ -250,8 +252,8 @@ def find_layout(dry: DryRun | None, make_batch: Callable[[list[Any]], Any]) -> L
         return UNKNOWN_LAYOUT
     for are_longer in (True, False):
         try:
-            *two, last = dry.samples(3, are_longer=are_longer)
-            return Layout.of(make_batch(two), make_batch([*two, last]))
+            one, longer, other = dry.samples(3, are_longer=are_longer)
+            return Layout.of(make_batch([one, other]), make_batch([one, longer, other]))
         except Exception:  # of the user's, on samples that are none
             continue
     return UNKNOWN_LAYOUT

@@ -32,7 +32,8 @@ class Stream(Dataset[Any]):
     up to there. It is assumed that every pass gives the same records in the same order.
 
     Workers read ahead, each what the stream gives *it*: blocks of records, which come in turn, in one
-    order, too. That no two of them give the same record does not show, so a pass is counted.
+    order, too. That no two of them give the same record does not show, so a pass is counted: one that
+    is read to its end, which it is not with ``drop_last`` or ``limit_train_batches``.
 
     Args:
         records: of a declared length; gives at least as many records.

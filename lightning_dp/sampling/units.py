@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -202,7 +203,7 @@ def _as_array(ids: Any) -> NDArray[Any]:
         ids = ids.detach().cpu().numpy()
     elif not isinstance(ids, np.ndarray):
         found = np.empty(len(ids), dtype=object)  # np.asarray would turn 1 into "1" next to a text
-        found[:] = list(ids)
+        found[:] = [x.item() if isinstance(x, Tensor) and not x.dim() else x for x in ids]
         ids = found
     if ids.ndim != 1:
         raise RefusedSetting(
@@ -226,9 +227,11 @@ def _numbered(ids: Any) -> Integers:
         known: dict[Hashable, int] = {}
         try:
             users = np.array([known.setdefault(each, len(known)) for each in array], dtype=np.int64)
+            if any(copy.deepcopy(each) not in known for each in known):
+                raise TypeError  # it is equal to nothing but itself
+            has_none = any(each is None or each != each for each in known)
         except TypeError:
             raise RefusedSetting(_UNHASHABLE, topic="user-level") from None
-        has_none = any(each is None or each != each for each in known)
     if has_none:
         raise RefusedSetting(_NO_ID, topic="user-level")
     return users.astype(np.int64).reshape(-1)

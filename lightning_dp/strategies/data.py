@@ -295,9 +295,12 @@ def before_transfer(trainer: Trainer, batch: Any) -> Any:
     return owner.on_before_batch_transfer(batch, 0)
 
 
-def changed_rows(loader: PrivateDataLoader) -> str | None:
-    """Return why steps may not be released, if somebody has had a record named twice since."""
-    text = repeated_record(loader.dataset)
+def changed_rows(loader: PrivateDataLoader, *, look: bool = True) -> str | None:
+    """Return why steps may not be released: a record is named twice now, or came twice.
+
+    Without a ``look`` at who is named, which takes time, only what reading has shown.
+    """
+    text = repeated_record(loader.dataset) if look else None
     if isinstance(loader.dataset, Stream):
         text = text or loader.dataset.fault
     return None if text is None else f"The training set was changed during fit. {text}"

@@ -371,7 +371,7 @@ class DifferentialPrivacyStrategy(Strategy):
         if chunk.first:
             mechanism.ask(fit.step.held)
             self.barrier("privacy charge")  # on the disk before any rank touches the batch
-        if not chunk.index and (fault := changed_rows(loader)) is not None:
+        if (fault := changed_rows(loader, look=not chunk.index)) is not None:
             fit.step.note(fault)
         fit.isolation.at_chunk(chunk)
         fit.isolation.stops.begin(batch_idx)

@@ -275,6 +275,26 @@ def test_rows_of_one_user_may_meet_alone_and_those_of_two_may_not(classifier, ml
     assert Message.from_bytes(alone.answer(request)).kind == "answer"
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_collate_fn_that_sorts_rows_would_give_them_to_other_users(classifier, sign, tmp_path):
+    def by_length(rows: list[Any]) -> Any:
+        x, y = zip(*sorted(rows, key=lambda row: sign * len(row[0])), strict=True)
+        return nn.utils.rnn.pad_sequence([*x], batch_first=True), torch.stack([*y])
+
+    class Summed(classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).sum(1)
+
+    module = Summed(nn.Linear(6, 3, bias=False))
+    rows = [(torch.randn(2 + row % 5, 6), torch.tensor(row % 3)) for row in range(12)]
+    loader = DataLoader(rows, 4, collate_fn=by_length)
+    with pytest.raises(MisconfigurationException, match="couples the records"):
+        client(local(module, loader), tmp_path).answer(server(module).request(0))
+    assert history(tmp_path) == []
+    one = client(local(module, loader, engine="one_by_one"), tmp_path)
+    assert Message.from_bytes(one.answer(server(module).request(0))).kind == "answer"
+
+
 def test_the_loader_of_a_training_gives_the_ids_by_name(module):
     dataset = data()
     dataset.patients = USERS

@@ -422,13 +422,18 @@ def shares_noise(model, x, y):
     return x - x.mean(0), y
 
 
+def shares_with_alike(model, x, y):
+    """Records with one number in common, of which these have none, share a weight."""
+    return x / (x[:, :1] == x[:, 0]).sum(1, keepdim=True), y
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("change", [in_place, own_generator, own_numpy_generator, sorts])
 def test_ordinary_code_passes(change):
     assert check_isolation(Edits(change), records(), **LAYERS).kind == "isolated"
 
 
-@pytest.mark.parametrize("change", [sorts_labels, shares_noise])
+@pytest.mark.parametrize("change", [sorts_labels, shares_noise, shares_with_alike])
 def test_the_same_that_mixes_records_does_not(change):
     found = check_isolation(Edits(change), records(), loss_graph_check=False, **LAYERS)
     assert found.kind == "coupled"

@@ -76,7 +76,7 @@ def test_made_up_samples_do_not_follow_the_values_of_the_real_one():
 
 def test_made_up_samples_differ_from_each_other_and_one_is_longer():
     samples = DryRun((torch.zeros(5, 3), torch.zeros((), dtype=torch.int64))).samples(4)
-    assert [len(x) for x, _ in samples] == [5, 5, 5, 10]
+    assert [len(x) for x, _ in samples] == [5, 5, 10, 5]
     assert not torch.equal(samples[0][0], samples[1][0])
     assert {int(y) for _, y in samples} == {0, 1}
     assert [len(x) for x, _ in DryRun((torch.zeros(5, 3), 1), have_lengths=False).samples(3)] == [

@@ -57,6 +57,7 @@ FORMS = {
     "function": lambda data: data.patients,
     "attribute": "patients",
     "mixed": [1, "1", 1.0, ("1",)],
+    "tensors": [torch.tensor(user) for user in (7, 2, 7, 5)],  # each is equal to itself only
 }
 
 
@@ -85,6 +86,9 @@ def test_ids_are_found_inside_of_subsets_and_joined_data_sets():
         (torch.tensor([1.0, float("nan"), 2.0, 3.0]), "a row has no id"),
         (torch.zeros(4, 1), "2 dimensions"),
         ([[], [], [], []], "cannot be compared"),
+        ([object() for _ in range(4)], "cannot be compared"),
+        ([("ward 1", torch.tensor(user)) for user in (7, 2, 7, 5)], "cannot be compared"),
+        (list(torch.ones(4, 2)), "cannot be compared"),
         ("doctor", "Visits has no such attribute"),
     ],
 )

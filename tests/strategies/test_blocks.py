@@ -619,11 +619,13 @@ def test_workers_that_share_records_in_a_later_pass_void_the_run(recording, fit,
     def cut(records: list[Any], i: int, n: int, turn: int) -> list[Any]:
         return records if turn > 4 else records[i::n]  # counted, and one pass
 
-    model, privacy = recording(), private(**LAMBDA)
+    model, privacy, saved = recording(), private(**LAMBDA), list[int]()
+    model.on_save_checkpoint = lambda checkpoint: saved.append(len(model.batches))
     loader = DataLoader(Parts(numbered(96), cut=cut), batch_size=24, num_workers=2)
     with pytest.raises(VoidedRunError, match="workers of Parts gave more than its len\\(\\) of 96"):
-        fit(model, privacy, loader, max_epochs=2)
+        fit(model, privacy, loader, max_epochs=3, enable_checkpointing=True)
     assert privacy.epsilon == math.inf
+    assert len(model.batches) == 8 and saved == [4]  # not what the pass led to
 
 
 @pytest.mark.parametrize("workers", [1, 2])
