@@ -262,6 +262,14 @@ FAULTS = (
         "if are_several and next(self._iterator, _END) is not _END",
         "and False",
     ),
+    Fault("wrong_passes_seen_late", "look=not chunk.index)) is not None", "and batch_idx == 0"),
+    Fault("ids_of_nothing_pass", "if any(copy.deepcopy(each) not in known", "and False"),
+    Fault(
+        "orders_among_no_copies",
+        "lists = (variants.alone, variants.together, variants.exchanged)",
+        "[:2]",
+    ),
+    Fault("longest_at_the_end", "longer if i == count // 2", "* 0 + count - 1"),
     Fault("sums_of_views_for_their_mean", "(self.records * self.counts.double()", "** 0"),
     Fault("secure_releases_not_rounded", "if not self.is_secure or not std > 0", "or True"),
     Fault("secure_sums_in_float32", "return torch.float64 if self.is_secure", "and False"),
@@ -275,7 +283,7 @@ SEEN_BY = {  # the file that is tried first
         "charge_in_memory_only orderly_ends_replanned older_checkpoints_replanned"
     ),
     "tests/federated/test_contract.py": "mean_over_who_answered",
-    "tests/federated/test_local_users.py": "users_of_a_client_counted_by_rows",
+    "tests/federated/test_local_users.py": "users_of_a_client_counted_by_rows longest_at_the_end",
     "tests/federated/test_outliving.py": "updates_applied_twice no_quorum_is_needed",
     "tests/federated/test_synchronous.py": (
         "any_norm_passes honest_norms_refused a_missed_query_is_asked"
@@ -295,8 +303,8 @@ SEEN_BY = {  # the file that is tried first
     ),
     "tests/gradients/test_traps.py": "missing_tap kept_tensors_pass taps_on_views",
     "tests/isolation/test_check.py": (
-        "any_coupling_is_an_order own_generators_not_seen frozen_weights_not_restored "
-        "two_steps_without_hooks"
+        "any_coupling_is_an_order orders_among_no_copies own_generators_not_seen "
+        "frozen_weights_not_restored two_steps_without_hooks"
     ),
     "tests/isolation/test_comparison.py": (
         "spot_checks_compare_nothing sum_not_compared kept_for_the_whole_batch "
@@ -317,12 +325,14 @@ SEEN_BY = {  # the file that is tried first
     ),
     "tests/sampling/test_blocks.py": "separation_not_enforced order_drawn_anew",
     "tests/sampling/test_schemes.py": "twice_the_rate_drawn half_the_rate_charged",
+    "tests/sampling/test_user_level.py": "ids_of_nothing_pass",
     "tests/sampling/test_truncated.py": (
         "limit_not_kept pushed_out_records_forgotten pushed_out_records_count_once"
     ),
     "tests/strategies/test_blocks.py": (
         "half_the_rate_of_a_round two_steps_unpaid column_norm_left_out nothing_remembered "
-        "memory_in_checkpoints fixed_order_as_add_remove workers_share_records later_passes_not_counted"
+        "memory_in_checkpoints fixed_order_as_add_remove workers_share_records later_passes_not_counted "
+        "wrong_passes_seen_late"
     ),
     "tests/strategies/test_clipping_rules.py": (
         "rule_for_twice_the_norm count_without_noise clip_norm_moves_the_other_way "
