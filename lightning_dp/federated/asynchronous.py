@@ -591,4 +591,4 @@ class AsyncServer(AbstractServer):
         self._applied = list(state["applied"])
         self._counts = Counter(state["counts"])
         self._end_round()
-        self._broadcast.copy_(state["broadcast"])
+        self._broadcast, self._next = state["broadcast"].clone(), self._point.clone()

@@ -55,7 +55,7 @@ _Events: TypeAlias = Callable[[int], Sequence[AbstractEvent]]
 _Make: TypeAlias = Callable[[np.random.Generator], bytes]
 
 _WAIT = 60.0  # seconds for another run over the data set to make its release
-_epsilon = lru_cache(PLDAccountant().epsilon)  # clients of one process may be charged the same
+_epsilon = lru_cache(8)(PLDAccountant().epsilon)  # clients of one process may be charged the same
 
 
 # -- the plan and the budget -------------------------------------------------------------------

@@ -133,6 +133,20 @@ def test_a_client_without_budget_leaves_before_the_round_that_would_exceed_it(tm
     assert (last.applied, last.reason) == ([0, 0], reason)
 
 
+def test_a_server_that_goes_on_has_the_precision_of_its_state(tmp_path):
+    the_plan = plan(lag=2)
+    one = AsyncServer("trial", the_plan, START + 0.1, 2)
+    other = AsyncServer("trial", the_plan, START.float(), 2)  # it only says how many there are
+    other.load_state_dict(one.state_dict())
+    make = asynchronous(the_plan).clients(tmp_path)
+    for c in (0, 0, 1, 1):
+        request = one.request(c)
+        assert other.request(c) == request
+        reply = make(c).answer(request)
+        assert one.receive(c, reply) and other.receive(c, reply)
+        torch.testing.assert_close(other.point, one.point, rtol=0, atol=0)
+
+
 # -- the client --------------------------------------------------------------------------------
 
 

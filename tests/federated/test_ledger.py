@@ -18,7 +18,7 @@ import pytest
 
 from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian
 from lightning_dp.accounting.journal import JournalError, read_release_file, release_path
-from lightning_dp.federated.ledger import ReleaseLedger, Spending
+from lightning_dp.federated.ledger import ReleaseLedger, Spending, _epsilon
 from lightning_dp.federated.protocol import MessageError
 from lightning_dp.mechanism import BudgetExhausted
 from lightning_dp.report.files import read_alone
@@ -224,6 +224,11 @@ def test_an_unnoised_sum_is_not_on_disk_and_is_made_again(tmp_path):
     assert of(tmp_path).release(spending(), 0, 0, secret, keep=False) == first
     assert history(tmp_path) == [(EVENTS[0], 1)]
     assert not any(b"un-noised" in content for content in files(tmp_path).values())
+
+
+def test_epsilon_holds_few_histories_in_memory():
+    """One is as long as the run's rounds, and each round of each client makes another."""
+    assert _epsilon.cache_info().maxsize == 8
 
 
 def test_old_rounds_are_refused_and_some_are_retained(tmp_path):
