@@ -192,7 +192,7 @@ CASES = [(name, precision) for precision in PRECISIONS for name in ORDINARY]
 
 @dataclass
 class Found:
-    """What the comparisons of one fit found, or those of several."""
+    """Findings of the comparisons of one fit, or of several."""
 
     passed: int = 0
     alarms: list[str] = field(default_factory=list)

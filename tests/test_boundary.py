@@ -265,7 +265,7 @@ def sum_with_count(gradients, clip_norm: float, kappa: float, onto: BoundedSum |
 @pytest.mark.parametrize("count_weight", [0.0, 0.1])
 @pytest.mark.parametrize("clip_norm", [1e-6, 0.3, 1.0, 1e5])
 def test_chunks_are_added_up_in_one_vector(clip_norm, count_weight):
-    """As one sum over all their records, and no record twice."""
+    """They equal one sum over all their records, with no record twice."""
     gradients = [5 * clip_norm * gradient for gradient in random_gradients(9)]
     params = params_like(gradients)
 

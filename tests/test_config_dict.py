@@ -51,7 +51,7 @@ def function() -> None:
 
 
 def same(before: object, now: object) -> bool:
-    """Whether a run of the one can be resumed as the other, through a file."""
+    """Return True if a run of the one can be resumed as the other, through a file."""
     file = io.BytesIO()
     torch.save(config_dict(before), file)
     file.seek(0)

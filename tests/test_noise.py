@@ -181,7 +181,7 @@ def test_the_two_generators_are_not_alike():
 
 @pytest.mark.parametrize("size", [100_000, LARGE])
 def test_noise_of_long_vectors_is_scaled_in_all_its_parts(size):
-    """What the worker draws, and what the training's thread draws."""
+    """Noise that the worker draws, and the training's thread."""
     source, vector = NoiseSource(1), torch.full((size,), 5.0)
     source.add_normal(vector, 0.25)
     noise = normal(NoiseSource(1), size)
@@ -199,7 +199,7 @@ def test_noise_that_is_begun_is_written_over_whatever_the_memory_held(size):
 @pytest.mark.parametrize("size", [5, 100_000])
 @pytest.mark.parametrize("is_begun", [False, True])
 def test_a_forked_process_draws_other_noise(size, is_begun):
-    """As where clients of a federation are made before the processes in which they answer."""
+    """Clients of a federation are made like this, before the processes in which they answer."""
     source, mine = NoiseSource(), torch.zeros(size)
     finish = source.begin_normal(mine, 1.0) if is_begun else partial(source.add_normal, mine, 1.0)
     read, write = os.pipe()

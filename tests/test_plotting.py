@@ -1,4 +1,4 @@
-"""What is in the picture of a schedule."""
+"""Contents of the picture of a schedule."""
 
 from __future__ import annotations
 

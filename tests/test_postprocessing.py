@@ -55,7 +55,7 @@ def apply_all(processor: AbstractPostProcessor, estimates: list[Tensor]) -> list
 
 
 class TestContract:
-    """What every post-processor promises."""
+    """Promises of every post-processor."""
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_it_keeps_length_and_type(self, processor, dtype):

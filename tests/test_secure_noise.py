@@ -175,7 +175,7 @@ def test_noise_drawn_in_the_background_meets_the_sum_in_float64():
 
 
 class Ranks(World):
-    """What two ranks add up."""
+    """The parts that two ranks add up."""
 
     def all_reduce(self, vector: Tensor) -> Tensor:
         assert vector.dtype == torch.float64

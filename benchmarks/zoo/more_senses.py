@@ -64,7 +64,7 @@ def _patchtst(width: int, dropout: float) -> dict[str, Any]:
 
 
 def _sound(width: int, dropout: float) -> dict[str, Any]:
-    """What SEW and SpeechT5 make of waves."""
+    """Features that SEW and SpeechT5 make of waves."""
     rates = ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout")
     return {
         **{"hidden_size": width, "conv_dim": (16, 16), "conv_stride": (5, 4)},

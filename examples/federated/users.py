@@ -38,7 +38,7 @@ class Diagnosis(L.LightningModule):
 
 
 class Visits(TensorDataset):
-    """What was measured at each visit, and the patient who came."""
+    """Measurements of each visit, and the patient who came."""
 
     def __init__(self, patients: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -48,7 +48,7 @@ def numbers_of(call: Callable[..., Any]) -> dict[str, set[str]]:
 
 
 def wrong(kinds: set[str], good: Any) -> Iterator[Any]:
-    """What looks like a number of these kinds to Python, and is none."""
+    """Values that look like a number of these kinds to Python, and are none."""
     if kinds == {"bool"}:
         yield from (1, 0, "yes", None, np.bool_(True))
         return

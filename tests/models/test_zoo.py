@@ -26,7 +26,7 @@ CORE = {
     "GPT-2, LoRA on Conv1D",
     "Llama, DoRA",
 }
-"""What the default run checks; one library that is imported is enough."""
+"""The models of the default run; one library that is imported is enough."""
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),

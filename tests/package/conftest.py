@@ -59,7 +59,7 @@ def blocks() -> Callable[..., list[str]]:
 
 @pytest.fixture
 def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the documents' code takes for granted; it runs in an empty folder."""
+    """Names that the documents' code takes for granted; it runs in an empty folder."""
     monkeypatch.chdir(tmp_path)
     return {
         "L": L,

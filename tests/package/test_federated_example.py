@@ -18,7 +18,7 @@ pytest.importorskip("flwr", reason="needs lightning-dp[federated]")
 
 @pytest.fixture
 def commands(blocks) -> list[list[str]]:
-    """What follows `python` in each command."""
+    """Return what follows `python` in each command."""
     lines = [line for block in blocks("docs/federated.md", "sh") for line in block.splitlines()]
     found = [line.split("python ")[1] for line in lines if "examples/federated/" in line]
     assert len(found) == 3

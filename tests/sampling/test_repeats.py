@@ -34,7 +34,7 @@ class Numbers(Dataset[int]):
 
 
 class Transformed(Dataset[Any]):
-    """What people wrap around a split."""
+    """Wrappers that people put around a split."""
 
     def __init__(self, source: Any) -> None:
         self.source = source

@@ -1,4 +1,4 @@
-"""What a run spends is what ran; what the budget affords is trained, and nothing more ever runs."""
+"""A run spends what ran; what the budget affords is trained, and nothing more ever runs."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ EDITS = [
 
 @dataclass
 class Setting:
-    """What a place needs of a fit."""
+    """Needs of a place in a fit."""
 
     model: Any
     callbacks: list[L.Callback]
@@ -133,7 +133,7 @@ def register(model: Any, hook: Any) -> None:
 
 
 def around_step(setting: Setting, edit: Edit) -> None:
-    """As schedulers do it: the attribute of the instance wraps the method."""
+    """Schedulers do it like this: the attribute of the instance wraps the method."""
     make = setting.model.configure_optimizers
 
     def configure_optimizers() -> Any:

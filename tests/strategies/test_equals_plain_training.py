@@ -29,7 +29,7 @@ def halving(optimizer):
 
 
 def scheduled(make_optimizer):
-    """What configure_optimizers gives for an optimizer and a scheduler that steps every step."""
+    """The result of configure_optimizers for an optimizer and a scheduler that steps every step."""
 
     def configure(params):
         optimizer = make_optimizer(params)

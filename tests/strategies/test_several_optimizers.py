@@ -33,7 +33,7 @@ def is_fake(logits: Tensor) -> Tensor:
 
 
 class GAN(L.LightningModule):
-    """As Lightning's own example: toggled optimizers, the generator first."""
+    """Lightning's own example: toggled optimizers, the generator first."""
 
     order = "gd"
     toggles = True
@@ -231,7 +231,7 @@ def test_each_step_is_that_of_the_obvious_loop(order, toggles, fit):
 
 
 class Tutorial(Watched):
-    """As PyTorch's tutorial: two backward passes for the discriminator, modules zeroed."""
+    """PyTorch's tutorial: two backward passes for the discriminator, modules zeroed."""
 
     order, toggles = "dg", False
 

@@ -1,4 +1,4 @@
-"""What training_step logs, counts and keeps, where samples run alone together, is as in any fit."""
+"""Logs, counts and state of training_step, where samples run alone together, are as in any fit."""
 
 import csv
 import warnings

@@ -1,4 +1,4 @@
-"""What an ordinary Trainer and module have goes on working: optimizers, options, hooks, metrics."""
+"""All of an ordinary Trainer and module goes on working: optimizers, options, hooks, metrics."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def test_what_happens_between_steps_is_no_alarm(callback, fit):
 
 
 def test_memory_that_is_exchanged_for_the_same_values_is_no_alarm(fit, writer):
-    """As an LSTM does it that puts its weights together."""
+    """An LSTM that puts its weights together does this."""
 
     def makes_flat(param: nn.Parameter, number: Any) -> None:
         param.data = param.data.clone()
