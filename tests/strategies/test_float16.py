@@ -30,7 +30,7 @@ class Scaler(torch.amp.GradScaler):
 
 
 def half():
-    """The precision that Trainer(precision="16-mixed") makes on a GPU: on the CPU Lightning takes bfloat16."""
+    """The precision of Trainer(precision="16-mixed") on a GPU: on the CPU Lightning takes bfloat16."""
     return {"plugins": [MixedPrecision("16-mixed", "cpu", Scaler("cpu"))]}
 
 
