@@ -181,6 +181,7 @@ def test_every_test_in_the_source_distribution_is_known_to_git(root, distributio
     assert tests == {name for name in known.stdout.split() if name.endswith(".py")}
 
 
+@pytest.mark.slow
 def test_the_callbacks_bring_nothing_that_lightning_does_not(loaded):
     """Importing them costs less than a tenth of a second beyond Lightning: their own modules alone."""
     packages = {name.split(".")[0] for name in loaded["brought"]}
