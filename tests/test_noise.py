@@ -1,4 +1,4 @@
-"""Where noise and batches come from: the operating system, and nothing that a seed can reach."""
+"""Origin of noise and batches: the operating system, and nothing that a seed can reach."""
 
 from __future__ import annotations
 

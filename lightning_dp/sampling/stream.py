@@ -92,9 +92,8 @@ class Stream(Dataset[Any]):
                 are_several = self._blocks is not None and self._blocks.num_workers > 1
                 if are_several and next(self._iterator, _END) is not _END:
                     self.fault = _MORE.format(type(self.records).__name__, len(self))
-                self._iterator = (
-                    None  # which ends the workers, if they do not wait for the next pass
-                )
+                # This ends the workers, if they do not wait for the next pass.
+                self._iterator = None
         return self._latest[place - self._next]
 
     def close(self) -> None:
