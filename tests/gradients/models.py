@@ -25,6 +25,8 @@ CLASSES = 3
 ALONE = "records one_by_one"
 ALL = f"{ALONE} layers ghost hooks"
 HOOKED = f"{ALONE} hooks"
+# torch differentiates cdist twice from 2.15 on.
+TWICE = "one_by_one" if torch.__version__ >= (2, 15) else ""
 LAYERS = f"{ALONE} layers ghost"
 PRODUCTS = "records layers one_by_one"
 Words = namedtuple("Words", ["text", "label"])
@@ -474,7 +476,7 @@ EXAMPLES: Mapping[str, Example] = {
     "cosine": of_hidden(lambda m, x: F.normalize(m.body(x)) @ F.normalize(m.more).T, by=HOOKED,
                         more=weight(6, 6)),
     "prototypes": of_hidden(lambda m, x: torch.cdist(m.body(x), m.centres), by=HOOKED,
-                            products="", centres=weight(6, 6)),
+                            products=TWICE, centres=weight(6, 6)),
     "einsum": of_hidden(lambda m, x: torch.einsum("ntd,dtc->nc", m.body(x), m.more), sequences, HOOKED,
                         more=weight(6, 5, 6)),
     "looked up": of_hidden(lambda m, x: m.body(m.table[x]).mean(1), tokens, HOOKED, table=weight(7, 6)),
