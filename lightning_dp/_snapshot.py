@@ -242,7 +242,6 @@ _INNER: dict[Hashable, Kind] = {
 }
 # Torch's and Lightning's own attributes.
 _HIDDEN = frozenset({*vars(LightningModule()), "log"}) - {"training", "_buffers", "_modules"}
-_RANDOM = "global random state"
 _FROZEN = "frozen parameters"
 
 
@@ -286,8 +285,8 @@ class Snapshot:
         (True, [1.0])
     """
 
-    def __init__(self, still: _Still, moving: _Parts, randomness: RandomState | None) -> None:
-        self._still, self._moving, self._randomness = still, moving, randomness
+    def __init__(self, still: _Still, moving: _Parts) -> None:
+        self._still, self._moving = still, moving
 
     @classmethod
     def of(
@@ -295,7 +294,6 @@ class Snapshot:
         module: nn.Module,
         *,
         parameters: bool = False,
-        global_random: bool = False,
         earlier: Snapshot | None = None,
     ) -> Snapshot:
         """Take a snapshot.
@@ -303,7 +301,6 @@ class Snapshot:
         Args:
             module: the whole model.
             parameters: also of the values of parameters.
-            global_random: also of the global random states, of the module's device among them.
             earlier: an earlier one of the same, which makes this one cheap: modules that did not change
                 are not walked again.
         """
@@ -321,8 +318,7 @@ class Snapshot:
             _add(moving, path, part, walk)
         for name, param in () if parameters else _frozen(module):
             moving[(_FROZEN, name)] = _Part(param, name, "buffer")
-        device = next((param.device for param in module.parameters()), torch.device("cpu"))
-        return cls(still, moving, RandomState(device) if global_random else None)
+        return cls(still, moving)
 
     def restore(self) -> None:
         """Restore everything into the same objects, as far as these can be changed."""
@@ -330,8 +326,6 @@ class Snapshot:
         for part in chain(still, self._moving.values()):
             with suppress(Exception):
                 part.fill(part.content)
-        if self._randomness is not None:
-            self._randomness.restore()
 
     def differences(self, other: Snapshot) -> tuple[Difference, ...]:
         """Return where two snapshots of one module differ, each name once; NaN is equal to itself.
@@ -349,9 +343,6 @@ class Snapshot:
         for path in [path for path in mine if path in its]:
             with suppress(Exception):  # of objects that do not let themselves be compared
                 found |= mine[path].differing(its[path], path)
-        a, b = self._randomness, other._randomness
-        if a is not None and b is not None and not a.is_same(b):
-            found[(_RANDOM,)] = Difference(_RANDOM, "random")
         return found
 
     def value_at(self, path: Path) -> Any:
@@ -415,9 +406,9 @@ def restored(
         global_random: also put the global random states back.
         earlier: as for :meth:`Snapshot.of`.
     """
-    before = Snapshot.of(
-        module, parameters=parameters, global_random=global_random, earlier=earlier
-    )
+    before = Snapshot.of(module, parameters=parameters, earlier=earlier)
+    device = next((param.device for param in module.parameters()), torch.device("cpu"))
+    drawn = RandomState(device) if global_random else None
     gradients = [(param, param.grad, param.requires_grad) for param in module.parameters()]
     toggled = module._param_requires_grad_state  # in the midst of a step of manual optimization
     try:
@@ -427,6 +418,8 @@ def restored(
             yield before
     finally:
         before.restore()
+        if drawn is not None:
+            drawn.restore()
         module._param_requires_grad_state = toggled
         for param, gradient, requires_grad in gradients:
             param.grad = gradient

@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_dp._snapshot import Difference, Snapshot, apart, restored
+from lightning_dp._snapshot import Difference, RandomState, Snapshot, apart, restored
 
 
 @dataclass
@@ -259,8 +259,8 @@ def test_settings_of_optimizers_and_what_their_schedulers_keep_are_held():
 
 
 def everything(model):
-    state = Snapshot.of(model, parameters=True, global_random=True)
-    return state, [(p.grad, p.requires_grad) for p in model.parameters()]
+    state, drawn = Snapshot.of(model, parameters=True), RandomState(model.device)
+    return state, drawn, [(p.grad, p.requires_grad) for p in model.parameters()]
 
 
 def do_everything(model):
@@ -277,7 +277,7 @@ def do_everything(model):
 def test_a_pass_leaves_no_trace(raises, capsys):
     model = Model()
     model.layers[0](torch.ones(1, 2)).sum().backward()
-    (state, gradients), values = everything(model), model.layers[0].weight.grad.clone()
+    (state, drawn, gradients), values = everything(model), model.layers[0].weight.grad.clone()
     try:
         with restored(model), restored(model):
             do_everything(model)
@@ -285,8 +285,8 @@ def test_a_pass_leaves_no_trace(raises, capsys):
                 raise KeyError
     except KeyError:
         assert raises
-    now, gradients_now = everything(model)
-    assert state.differences(now) == ()
+    now, drawn_now, gradients_now = everything(model)
+    assert state.differences(now) == () and drawn.is_same(drawn_now)
     assert all(a is c and b is d for (a, b), (c, d) in zip(gradients, gradients_now, strict=True))
     assert torch.equal(model.layers[0].weight.grad, values)
     assert capsys.readouterr().out == ""

@@ -471,7 +471,9 @@ class RecordPasses:
         self, chunk: Replay, ask: Callable[[Replay], AbstractPerSampleGradients | None]
     ) -> AbstractPerSampleGradients | None:
         """Ask the engine in use; where it cannot tell the records apart, the next one."""
-        begun = chunk.randomness or self.randomness
+        begun = chunk.randomness
+        if begun is None and self._choice.can_fall:
+            begun = RandomState(self._params[0].device)
         try:
             return ask(chunk)
         except UnsupportedModelError as reason:

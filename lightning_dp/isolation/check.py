@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -16,11 +16,12 @@ from torch import Tensor
 
 from lightning_dp._snapshot import RandomState, Snapshot, restored
 from lightning_dp.boundary import Query
-from lightning_dp.functional import full_precision, number_of_entries
+from lightning_dp.functional import full_precision
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.isolation.comparison import (
     TOLERANCE,
+    Entries,
     GradientSample,
     Variants,
     are_given_the_same,
@@ -118,9 +119,9 @@ class Check:
         start: RandomState | None = None,
     ) -> None:
         self._runner, self._samples, self._settings = runner, list(samples), settings
-        self._kept, self._twins = kept, twins
+        self._kept, self._twins = cache(kept), twins
         self._start = start or RandomState(runner.device)
-        self._sizes = [number_of_entries([param]) for param in runner.params]
+        self._entries = Entries.drawn(runner.params, settings.seed)
         self._first: _PairResult | None = None
         self._shown = Counter[str]()
         self._where = ""
@@ -133,7 +134,10 @@ class Check:
         """The step itself, if it can stand for the run of all samples together."""
         self.together: Run | None = None
         """An earlier run of all samples together, from the same start; else it is made."""
-        self._begin = Snapshot.of(runner.module, parameters=self._moves_weights)
+        self._begin = Snapshot.of(
+            runner.module, parameters=self._moves_weights, earlier=runner.earlier
+        )
+        runner.earlier = self._begin
         self._trains = [param.requires_grad for param in runner.module.parameters()]
 
     # -- runs --------------------------------------------------------------------------------------
@@ -167,7 +171,10 @@ class Check:
     def _at_begin(self) -> Iterator[None]:
         """Put the module back to where it was when the check was made, inside."""
         module = self._runner.module
-        with restored(module, parameters=self._moves_weights):
+        now = restored(
+            module, parameters=self._moves_weights, global_random=False, earlier=self._begin
+        )
+        with now:  # of random numbers each run has its own
             self._begin.restore()
             for param, trains in zip(module.parameters(), self._trains, strict=True):
                 param.requires_grad_(trains)
@@ -192,20 +199,27 @@ class Check:
             anyone: returns True if one of several processes still needs them: all make the same runs.
             attempts: how many at most.
         """
-        with self._at_begin():
-            return self._settle(anyone, attempts)
+        first = self._first
+        is_open = first is not None and bool(self._seen(first))
+        if anyone(is_open):  # all ranks make the same runs: a model may wait for the others in them
+            with self._at_begin():
+                self._look_again(first, is_open, anyone, attempts)
+        return self._outcome(first)
 
     @property
     def _moves_weights(self) -> bool:
         """True if public optimizers may step before the private one, where it is settled."""
         return not self._runner.module.automatic_optimization
 
-    def _settle(self, anyone: Callable[[bool], bool], attempts: int) -> Outcome:
-        first = self._first
-        is_open = first is not None and bool(self._seen(first))
-        if anyone(is_open):  # all ranks make the same runs: a model may wait for the others in them
-            is_suspect = first is not None and self._is_suspect(first)
-            is_open = is_open and is_suspect
+    def _look_again(
+        self,
+        first: _PairResult | None,
+        is_open: bool,
+        anyone: Callable[[bool], bool],
+        attempts: int,
+    ) -> None:
+        is_suspect = first is not None and self._is_suspect(first)
+        is_open = is_open and is_suspect
         for attempt in range(1, attempts + 1):
             if not anyone(is_open):
                 break
@@ -213,7 +227,6 @@ class Check:
             self._shown.update(self._seen(found))
             self._where = self._where or found.where
             is_open = is_open and not self._verdict(first)
-        return self._outcome(first)
 
     def _is_suspect(self, first: _PairResult) -> bool:
         """Return False if the same samples give something else again, or were only put in an order."""
@@ -301,10 +314,8 @@ class Check:
         return self._runner.run(samples, self._settings.query, self._start, look, watched=watched)
 
     def _sample(self, gradients: AbstractPerSampleGradients, rows: list[int]) -> GradientSample:
-        generator, clip_norm = torch.Generator(), self._settings.query.clip_norm
-        generator.manual_seed(self._settings.seed)
-        clipping = self._runner.passes.clipping
-        return take_sample(gradients, rows, clip_norm, self._sizes, generator, clipping)
+        clip_norm, clipping = self._settings.query.clip_norm, self._runner.passes.clipping
+        return take_sample(gradients, rows, clip_norm, self._entries, clipping)
 
     # -- what they show ----------------------------------------------------------------------------
 
@@ -455,8 +466,7 @@ def outcome_of(checks: Iterable[Check], attempts: int = _ATTEMPTS) -> Outcome:
 
 def stand_by(anyone: Callable[[bool], bool], attempts: int = _ATTEMPTS) -> None:
     """Take part in what other processes settle, where this one has made no runs."""
-    anyone(False)
-    for _ in range(attempts):
+    for _ in range(1 + attempts):
         if not anyone(False):
             break
 

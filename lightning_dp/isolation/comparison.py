@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.clipping import Rescaling
-from lightning_dp.functional import in_float64
+from lightning_dp.functional import in_float64, number_of_entries
 from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.batches import RowOwners
 from lightning_dp.gradients.batches import leaves as leaves_of
@@ -37,6 +37,7 @@ from lightning_dp.gradients.parameter_sum import BookkeptGradients, Materialised
 __all__ = [
     "TOLERANCE",
     "Call",
+    "Entries",
     "GradientSample",
     "UnitRows",
     "Variants",
@@ -83,12 +84,46 @@ class GradientSample:
     entries: Tensor | None = field(repr=False)
 
 
+@dataclass(frozen=True)
+class Entries:
+    """The entries of each gradient that are compared, drawn of some parameters.
+
+    Args:
+        places: in flat gradients, sorted and distinct.
+        weights: of each.
+        parameters: the number of the one that each is of.
+        seed: public.
+    """
+
+    places: Tensor
+    weights: Tensor
+    parameters: Tensor
+    seed: int
+
+    @classmethod
+    def drawn(cls, params: Sequence[Tensor], seed: int) -> Entries:
+        """Draw them; the same seed gives the same ones."""
+        generator = torch.Generator().manual_seed(seed)
+        sizes = [number_of_entries([param]) for param in params]
+        starts = torch.tensor([0, *sizes]).cumsum(0)
+        chosen = torch.randperm(len(sizes), generator=generator)[:_PARAMETERS].sort().values
+        numbers = [i for i in chosen.tolist() if sizes[i]]
+        places, shares = [torch.zeros(0, dtype=torch.int64)], []
+        for i in numbers:
+            drawn = torch.randint(sizes[i], (min(_ENTRIES, sizes[i]),), generator=generator)
+            places.append(starts[i] + drawn.unique())  # type: ignore[no-untyped-call]
+            shares.append(len(places[-1]) * len(numbers) / (sizes[i] * len(sizes)))
+        counts = torch.tensor(list(map(len, places[1:])), dtype=torch.int64)
+        weights = torch.tensor(shares, dtype=torch.float64) ** -0.5
+        of = torch.tensor(numbers, dtype=torch.int64).repeat_interleave(counts)
+        return cls(torch.cat(places), weights.repeat_interleave(counts), of, seed)
+
+
 def take_sample(
     gradients: AbstractPerSampleGradients,
     rows: list[int],
     clip_norm: float,
-    sizes: list[int],
-    generator: torch.Generator,
+    which: Entries,
     clipping: Rescaling,
 ) -> GradientSample:
     """Return what is compared of the gradients of some samples.
@@ -99,8 +134,7 @@ def take_sample(
         gradients: of all samples of the run.
         rows: the places of the samples.
         clip_norm: C; where it is infinite, the unit is 1.
-        sizes: of the trained parameters, in the order of flat vectors.
-        generator: public; the same state gives the same entries.
+        which: of each gradient's entries.
         clipping: the rule.
     """
     if isinstance(gradients, BookkeptGradients):
@@ -111,23 +145,19 @@ def take_sample(
     factors = clipping.factors(norms, clip_norm) / unit
     at = torch.tensor(rows, device=norms.device)
     weights = torch.zeros_like(factors).index_copy_(0, at, factors[at])
-    places, importance = _places(sizes, generator)
     try:
-        few = gradients.restrict(places)
+        few = gradients.restrict(which.places)
     except NotImplementedError:
         few = None
     entries = None
     if isinstance(few, MaterialisedGradients):
         found = in_float64(few.entries().detach()[at])
         own = in_float64(factors[at])
-        if own.dim() > 1:  # of the parameter that a place is in
-            ends = torch.tensor(sizes).cumsum(0)
-            own = own[:, torch.bucketize(places, ends, right=True).to(own.device)]
-        else:
-            own = own.unsqueeze(1)
-        found = found * own * importance.to(found)
+        # Of the parameter that a place is in, or of all.
+        own = own[:, which.parameters.to(own.device)] if own.dim() > 1 else own.unsqueeze(1)
+        found = found * own * which.weights.to(found)
         entries = torch.where(found.isfinite(), found, 0.0)
-    total = _sketch(gradients.weighted_sum(weights).detach(), generator)
+    total = _sketch(gradients.weighted_sum(weights).detach(), which.seed)
     lengths = clipping.relative_norms(in_float64(norms[at]), clip_norm)
     return GradientSample(in_float64(total), lengths.where(lengths.isfinite(), 0.0), entries)
 
@@ -193,27 +223,11 @@ def resolution(eps: float, n: int, k: int) -> float:
     return (256.0 if eps < _SINGLE else _HALF_ROUNDING) * eps * n / math.sqrt(k)
 
 
-def _places(sizes: list[int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return places in flat gradients, sorted and distinct, and the weight of each."""
-    starts = torch.tensor([0, *sizes]).cumsum(0)
-    chosen = sorted(torch.randperm(len(sizes), generator=generator)[:_PARAMETERS].tolist())
-    chosen = [i for i in chosen if sizes[i]]
-    places, weights = [], []
-    for i in chosen:
-        drawn = torch.randint(sizes[i], (min(_ENTRIES, sizes[i]),), generator=generator)
-        here = drawn.unique()  # type: ignore[no-untyped-call]
-        places.append(starts[i] + here)
-        share = len(here) * len(chosen) / (sizes[i] * len(sizes))
-        weights.append(torch.full((len(here),), share**-0.5, dtype=torch.float64))
-    none = torch.zeros(0)
-    return torch.cat([*places, none.long()]), torch.cat([*weights, none.double()])
-
-
-def _sketch(vector: Tensor, generator: torch.Generator) -> Tensor:
+def _sketch(vector: Tensor, seed: int) -> Tensor:
     """Add up signed, shifted rows of a long vector: a linear map that keeps its length on average."""
     if len(vector) <= _SKETCH:
         return vector.clone()
-    rows = -(-len(vector) // _SKETCH)
+    rows, generator = -(-len(vector) // _SKETCH), torch.Generator().manual_seed(seed)
     signs = torch.randint(2, (rows,), generator=generator) * 2 - 1
     shifts = torch.randint(_SKETCH, (rows,), generator=generator)
     found = vector.new_zeros(_SKETCH)

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from lightning_dp._snapshot import RandomState
 from lightning_dp.boundary import Query, Term
-from lightning_dp.functional import in_float64, number_of_entries
+from lightning_dp.functional import in_float64
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.batches import UNKNOWN_LAYOUT, Layout, is_image, leaves, map_leaves
 from lightning_dp.gradients.parameter_sum import BookkeptGradients
 from lightning_dp.isolation.check import CURES, Check, Outcome, Settings, outcome_of
-from lightning_dp.isolation.comparison import GradientSample, UnitRows, take_sample
+from lightning_dp.isolation.comparison import Entries, GradientSample, UnitRows, take_sample
 from lightning_dp.isolation.replay import Run, Runner
 from lightning_dp.isolation.state import TwinState
 
@@ -149,7 +149,7 @@ class _FirstRun:
         half = len(samples) // 2
         self.halves = [list(range(half)), list(range(half, len(samples)))]
         self.norms = torch.zeros(len(samples), dtype=torch.float64)
-        self._sizes = [number_of_entries([param]) for param in runner.params]
+        self._entries = Entries.drawn(runner.params, _SEED)
         self._looks: list[GradientSample] = []
         start = RandomState.seeded(runner.device, _FIRST)
         self._run = runner.run(samples, _plain(1.0), start, self._look)
@@ -161,8 +161,7 @@ class _FirstRun:
         self.unit = min(self._clip_norm, longest) if longest > _NOTHING else self._clip_norm
         can_be_looked_at_again = isinstance(gradients, BookkeptGradients)
         for rows in self.halves if can_be_looked_at_again else self.halves[:1]:
-            generator = torch.Generator().manual_seed(_SEED)
-            look = take_sample(gradients, rows, self.unit, self._sizes, generator, self._clipping)
+            look = take_sample(gradients, rows, self.unit, self._entries, self._clipping)
             self._looks.append(look)
         return self._looks[0]
 

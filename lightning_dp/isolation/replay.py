@@ -164,7 +164,8 @@ class Runner:
     ) -> None:
         self.module, self.passes, self.params = module, passes, params
         self.pipeline, self.device = pipeline, device
-        self._earlier: Snapshot | None = None  # of the latest run's beginning
+        self.earlier: Snapshot | None = None
+        """The latest one: what has not changed since is not walked again."""
         self.has_drawn = False
         """The latest run drew random numbers."""
         self.without_dropout = False
@@ -230,17 +231,15 @@ class Runner:
 
     @contextmanager
     def _traceless(self, start: RandomState) -> Iterator[Snapshot]:
-        earlier = self._earlier
-        with (
-            restored(self.module, parameters=self.runs_hooks, earlier=earlier) as begun,
-            start.again(),
-        ):
-            self._earlier = begun
-            yield begun
+        begun = restored(
+            self.module, parameters=self.runs_hooks, global_random=False, earlier=self.earlier
+        )
+        with begun as self.earlier, start.again():
+            yield self.earlier
 
     def snapshot(self) -> Snapshot:
         """Return the state of now; what did not change since the latest run is not walked again."""
-        return Snapshot.of(self.module, parameters=self.runs_hooks, earlier=self._earlier)
+        return Snapshot.of(self.module, parameters=self.runs_hooks, earlier=self.earlier)
 
     @property
     def runs_hooks(self) -> bool:
@@ -257,7 +256,6 @@ class Runner:
         """Fill in the gradients of a run, and what it leaves."""
         outputs: list[Any] = []
         ends: list[Snapshot] = []
-        begun = RandomState(self.device)
 
         def forward(batch: Any) -> Any:
             output = self._forward(batch, run, outputs)
@@ -269,7 +267,7 @@ class Runner:
             outputs[:] = outputs or [output]
 
         owners = owners_in(run.samples)
-        replay = Replay(forward, run.batch, len(run.samples), begun, see, owners)
+        replay = Replay(forward, run.batch, len(run.samples), see=see, owners=owners)
         try:
             # Batches of other sizes may be rounded by other kernels.
             with self._dropout(), full_precision(self.device):

@@ -12,6 +12,7 @@ from lightning_dp.clipping import Automatic, Flat, ParameterGroups
 from lightning_dp.gradients.parameter_sum import MaterialisedGradients
 from lightning_dp.isolation.comparison import (
     TOLERANCE,
+    Entries,
     movement,
     movement_if_ordered,
     resolution,
@@ -29,8 +30,7 @@ def gradients(seed=0, n=N, d=D):
 def sample(grads, rows=tuple(range(N)), clip_norm=5.0, sizes=SIZES, clipping=Flat()):  # noqa: B008
     params = [torch.zeros(size) for size in sizes]
     given = MaterialisedGradients(params, list(grads.clone().split(sizes, dim=1)), 1.0)
-    generator = torch.Generator().manual_seed(3)
-    return take_sample(given, list(rows), clip_norm, list(sizes), generator, clipping)
+    return take_sample(given, list(rows), clip_norm, Entries.drawn(params, 3), clipping)
 
 
 def clipped(grads, clip_norm):
@@ -214,7 +214,7 @@ def test_engines_without_single_gradients_are_compared_by_the_sum():
 
     grads = gradients()
     found = take_sample(
-        NormsAlone(grads=grads), [0, 3], 5.0, SIZES, torch.Generator().manual_seed(3), Flat()
+        NormsAlone(grads=grads), [0, 3], 5.0, Entries.drawn([torch.zeros(D)], 3), Flat()
     )
     assert found.entries is None
     torch.testing.assert_close(
