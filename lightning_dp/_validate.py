@@ -58,8 +58,6 @@ def number(name: str, value: object, *, of: str | None = None) -> float:
         Traceback (most recent call last):
         ValueError: max_grad_norm='1' must be a real number: an int or a float, not a str.
     """
-    if type(value) is float:  # nearly always
-        return value
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         try:
             return float(cast(SupportsFloat, value))
@@ -81,7 +79,7 @@ def _number(holds: Callable[[float], bool], words: str) -> NumberCheck:
     """Return a check that a condition holds for a number."""
 
     def checked(name: str, value: object, *, of: str | None = None) -> float:
-        result = number(name, value, of=of)
+        result = value if type(value) is float else number(name, value, of=of)
         if not holds(result):
             raise ValueError(f"{shown(name, value, of)} must be {words}.")
         return result

@@ -139,8 +139,7 @@ def full_precision(device: torch.device) -> FullPrecision:
         device: where the products are. The settings are read now.
     """
     settings = _ON_CPU if device.type == "cpu" else _ON_DEVICES
-    now = [(each, getattr(each.holder, each.name)) for each in settings]
-    lowered = [(each, value) for each, value in now if value in _ROUNDING]
+    lowered = [(s, now) for s in settings if (now := getattr(s.holder, s.name)) in _ROUNDING]
     return FullPrecision(tuple(lowered)) if lowered else _AS_IT_IS
 
 

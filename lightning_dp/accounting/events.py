@@ -78,14 +78,9 @@ class AbstractEvent(ABC):
         return self.is_gaussian
 
     @property
-    def is_step(self) -> bool:
-        """True for a noised step of this package; False for other releases."""
-        return self.withdrawn is None
-
-    @property
     def num_steps(self) -> int:
         """Noised steps that this one charge covers, those of its field ``steps`` if it has one."""
-        return getattr(self, "steps", 1) if self.is_step else 0
+        return getattr(self, "steps", 1)
 
     def unbounded(self, relation: Relation) -> str | None:
         """Return why there is no bound under a relation; None where there is one."""
@@ -466,6 +461,10 @@ class Voided(AbstractEvent):
         return 0.0, 1.0
 
     @property
+    def num_steps(self) -> int:
+        return 0
+
+    @property
     def withdrawn(self) -> str | None:
         return self.reason
 
@@ -500,8 +499,8 @@ class AbstractExternal(AbstractEvent):
         return False
 
     @property
-    def is_step(self) -> bool:
-        return False
+    def num_steps(self) -> int:
+        return 0
 
     @property
     def pair(self) -> tuple[float, float]:

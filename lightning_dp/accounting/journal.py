@@ -165,7 +165,7 @@ class Charges(Mapping[str, History]):
 
     def _count(self, event: AbstractEvent, count: int) -> None:
         self.steps += count * event.num_steps
-        if not event.is_step and self.voided is None:
+        if self.voided is None:
             self.voided = event.withdrawn
 
     def to_dict(self) -> dict[str, Any]:

@@ -544,7 +544,7 @@ def recover_journal(
     """
     lost = whole("unrecorded_steps", unrecorded_steps, 0, _MOST)
     is_event = isinstance(costliest, AbstractEvent)
-    if costliest is not None and not (is_event and costliest.is_gaussian and costliest.is_step):
+    if costliest is not None and not (is_event and costliest.is_gaussian and costliest.num_steps):
         raise ValueError(
             f"costliest={costliest!r} must be an event of a step, such as PoissonGaussian(z, q)."
         )

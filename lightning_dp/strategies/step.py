@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
@@ -305,7 +305,7 @@ class PrivateStep:
         if _has_rounds(mechanism):
             batch.answered.append(replay)
         batch.owed -= chunk.size
-        with self.engine.unchanged() if gradients is None else nullcontext():
+        with self.engine.on_this_rank() if gradients is None else nullcontext():
             self._give(mechanism, mechanism.query, replay, gradients)
 
     def answer_each(
@@ -577,7 +577,7 @@ class FitEngine:
             clipping=config.clipping.bind([names[id(param)] for param in params]),
             public=public,
             quietly=self._quietly,
-            again=self.unchanged,
+            again=self.on_this_rank,
             wrap=wrap,
             loss_graph_check=config.checks.loss_graph,
             loss_scale=LOSS_SCALE if module.trainer.precision == "16-mixed" else 1.0,
@@ -592,16 +592,13 @@ class FitEngine:
             self.choice.stay(self._world.broadcast(self.choice.reasons))
             self.passes.go_on()
 
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Leave the module as it is while a chunk runs once more, which other ranks do not do.
+    def on_this_rank(self) -> AbstractContextManager[Any]:
+        """Return a context for a chunk that runs once more here, and not on the other ranks.
 
         Raises:
-            UnsupportedModelError: if the model waits for other ranks.
+            UnsupportedModelError: inside, if the model waits for them.
         """
-        alone = _NoCollectives() if self._world.size > 1 else nullcontext()  # type: ignore[no-untyped-call]
-        with restored(self._module, global_random=False), alone:
-            yield
+        return _NoCollectives() if self._world.size > 1 else nullcontext()  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _quietly(self, engine: AbstractGradientEngine) -> Iterator[Around | None]:

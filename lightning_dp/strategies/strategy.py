@@ -412,7 +412,8 @@ class DifferentialPrivacyStrategy(Strategy):
         if fit.step.one_record:
             return output  # which took over
         fit.isolation.after_forward()
-        self._answer_waiting()
+        if fit.losses is not None:
+            self._answer_waiting(fit.losses)
         fit.step.leave_forward()
         fit.monitors.check()
         if fit.module.automatic_optimization:
@@ -532,10 +533,9 @@ class DifferentialPrivacyStrategy(Strategy):
         self.post_backward(loss)
         return loss
 
-    def _answer_waiting(self) -> None:
+    def _answer_waiting(self, losses: WaitingLosses) -> None:
         """Answer from the losses of a step with several optimizers, in one backward pass."""
-        fit = self._now
-        loss = None if fit.losses is None else fit.losses.take()
+        fit, loss = self._now, losses.take()
         if loss is None or not fit.step.awaits(mechanism := fit.mechanism):
             return
         try:
@@ -577,7 +577,8 @@ class DifferentialPrivacyStrategy(Strategy):
         def private_closure() -> None:
             fit.edits.note_state(optimizer)  # an optimizer may begin its step before
             closure()  # its loss has no noise: an optimizer that sets its step size by it must not see it
-            self._answer_waiting()
+            if fit.losses is not None:
+                self._answer_waiting(fit.losses)
             fit.isolation.settle(fit.agree)
             fit.step.release(mechanism, optimizer, fit.agree)
             fit.steps.allow(check_update)
