@@ -201,32 +201,25 @@ class Check:
         """
         first = self._first
         is_open = first is not None and bool(self._seen(first))
-        if anyone(is_open):  # all ranks make the same runs: a model may wait for the others in them
-            with self._at_begin():
-                self._look_again(first, is_open, anyone, attempts)
+        if not anyone(is_open):
+            return self._outcome(first)
+        with self._at_begin():
+            # All ranks make the same runs: a model may wait for the others in them.
+            is_suspect = first is not None and self._is_suspect(first)
+            is_open = is_open and is_suspect
+            for attempt in range(1, attempts + 1):
+                if not anyone(is_open):
+                    break
+                found = self._pair(attempt, watched=True)
+                self._shown.update(self._seen(found))
+                self._where = self._where or found.where
+                is_open = is_open and not self._verdict(first)
         return self._outcome(first)
 
     @property
     def _moves_weights(self) -> bool:
         """True if public optimizers may step before the private one, where it is settled."""
         return not self._runner.module.automatic_optimization
-
-    def _look_again(
-        self,
-        first: _PairResult | None,
-        is_open: bool,
-        anyone: Callable[[bool], bool],
-        attempts: int,
-    ) -> None:
-        is_suspect = first is not None and self._is_suspect(first)
-        is_open = is_open and is_suspect
-        for attempt in range(1, attempts + 1):
-            if not anyone(is_open):
-                break
-            found = self._pair(attempt, watched=True)
-            self._shown.update(self._seen(found))
-            self._where = self._where or found.where
-            is_open = is_open and not self._verdict(first)
 
     def _is_suspect(self, first: _PairResult) -> bool:
         """Return False if the same samples give something else again, or were only put in an order."""

@@ -593,11 +593,7 @@ class FitEngine:
             self.passes.go_on()
 
     def on_this_rank(self) -> AbstractContextManager[Any]:
-        """Return a context for a chunk that runs once more here, and not on the other ranks.
-
-        Raises:
-            UnsupportedModelError: inside, if the model waits for them.
-        """
+        """Refuse to wait for other ranks inside, where a chunk runs once more here and not there."""
         return _NoCollectives() if self._world.size > 1 else nullcontext()  # type: ignore[no-untyped-call]
 
     @contextmanager
