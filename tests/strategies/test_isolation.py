@@ -27,6 +27,8 @@ from lightning_dp import (
 )
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.isolation.check import Check, Schedule
+from lightning_dp.strategies import isolation
 
 N, WIDTH, CLASSES = 240, 6, 3
 
@@ -352,6 +354,23 @@ def test_weights_that_a_callback_writes_are_never_cleared(fit, tmp_path, engine)
     with pytest.raises((MisconfigurationException, VoidedRunError), match=r"net.0.weight"):
         fit(Base(), 8, {"engine": engine}, **arguments)
     assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_comparisons_that_a_change_requires_are_in_no_count(fit, monkeypatch):
+    """Records may have caused them: how many there were is not to be seen."""
+    made = []
+
+    def noted(*args):
+        made.append(Check(*args))
+        return made[-1]
+
+    monkeypatch.setattr(isolation, "Check", noted)
+    run = fit(Base(), 8, callbacks=[CallbackIntoWeights()])
+    schedule = Schedule(run.ledger.id)
+    due = [step for step in range(8) if schedule.is_due(step, 0, begins_epoch=step == 0)]
+    assert len(made) == 8
+    assert run.spot_checks == len(due) < 8
+    assert run.not_compared == {}
 
 
 class MeanOfTheBatch(Base):
