@@ -2,10 +2,10 @@
 
     python benchmarks/engine.py [--quick] [--models MLP CNN ...]
 
-Forward and backward pass, norms and clipped sum of one batch, by layers and by ghost clipping,
-beside the forward and backward pass of the same batch with plain autograd; and one draw of noise for
-each parameter. Runs alternate, on one thread, and times are those of the processor, so that other work
-on the machine disturbs less. On an accelerator at hand a step ends when the device is done.
+Forward and backward pass, norms and clipped sum of one batch, by the engines that "auto" and "ghost"
+come to, beside the forward and backward pass of the same batch with plain autograd; and one draw of
+noise for each parameter. Runs alternate, on one thread, and times are those of the processor, so that
+other work on the machine disturbs less. On an accelerator at hand a step ends when the device is done.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from functools import partial
 
 import torch
 from at_hand import DEVICE, ON_CPU, named, now
-from models import SMALL, Model
+from models import MODELS, SMALL, Model
 from step import CLIP_NORM, WARM_UP, measure, quiet, ratios
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_dp._noise import NoiseSource
 from lightning_dp.boundary import bounded_sum
-from lightning_dp.gradients import AbstractGradientEngine
-from lightning_dp.gradients.ghost import GhostClipping
-from lightning_dp.gradients.layer_calls import LayerCalls
+from lightning_dp.gradients import EngineChoice
+from lightning_dp.gradients.batches import SampleBatch
 
 
 def seconds(step: Callable[[], object], steps: int) -> float:
@@ -57,16 +56,14 @@ def without_privacy(model: Model, steps: int) -> float:
     return seconds(step, steps)
 
 
-def engine(
-    model: Model, steps: int, kind: Callable[..., AbstractGradientEngine] = LayerCalls
-) -> float:
+def engine(model: Model, steps: int, name: str = "auto") -> float:
     """The sum of the records' clipped gradients."""
     net, x, y = example(model)
-    engine = kind(net, tuple(net.parameters()))
+    engine = EngineChoice(name).make(net, tuple(net.parameters()))
+    batch = SampleBatch([x, y], len(y))
 
     def step() -> None:
-        with engine.watching():
-            loss = F.cross_entropy(net(x), y)
+        loss = engine.run(lambda batch: F.cross_entropy(net(batch[0]), batch[1]), batch)
         engine.backward(loss)
         bounded_sum(engine.take(1.0), CLIP_NORM)
 
@@ -87,18 +84,18 @@ def parameters(model: Model) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer and shorter runs")
-    parser.add_argument("--models", nargs="+", choices=list(SMALL), default=list(SMALL))
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(SMALL))
     arguments = parser.parse_args()
     quiet()
     runs = {
         "without privacy": without_privacy,
         "engine": engine,
-        "ghost": partial(engine, kind=GhostClipping),
+        "ghost": partial(engine, name="ghost"),
         "noise": noise,
         "secure noise": partial(noise, secure=True),
     }
     for name in arguments.models:
-        model, slow = SMALL[name], name in ("transformer", "ResNet")
+        model, slow = MODELS[name], MODELS[name].steps < 15
         steps = 4 if slow or arguments.quick else 15
         times = measure(runs, model, steps, 3 if arguments.quick else 9)
         plain, ours, ghost, drawn, secure = (1e3 * statistics.median(times[who]) for who in runs)

@@ -31,6 +31,7 @@ def config(**changes: Any) -> PrivacyConfig:
         *(("max_grad_norm", v, "must be greater than 0") for v in (0.0, -1.0, math.nan)),
         ("relation", "swap", "must be one of 'add_remove', 'replace_one'"),
         ("engine", "fast", "must be one of 'auto', 'records', 'layers', 'bookkeeping', 'ghost'"),
+        ("engine", "functional", "was an engine of 0.1: give engine='records'"),
     ],
 )
 def test_a_bad_value_is_refused_by_name_and_value(name, value, message):

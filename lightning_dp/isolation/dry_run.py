@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,6 +35,7 @@ _SEED, _SEEDS = 2, 6  # of what is compared, and those with which norms are aver
 _FIRST = 1  # seed of runs: with it, and with 3, no permutation of four puts a half onto itself
 _TIMES = 4  # as many samples
 _SURE = 6.0  # standard errors
+_TIMED = 8  # samples whose passes are timed
 _CONSTANT = (
     "The loss of a record that is alone in its batch does not depend on the parameters (it compares "
     "records with each other, as a contrastive loss does), so the training would be on noise alone. "
@@ -112,6 +114,17 @@ class DryRun:
             raise
         except Exception as error:  # the user's code, on values that are none of the user's
             return Outcome("not compared", f"{type(error).__name__}: {error}")
+
+    def slowdown(self, runner: Runner) -> str:
+        """Return the cost of records one after the other, in words; "" where none run together."""
+        try:
+            samples = self._units(_TIMED, are_longer=False)
+            alone = partial(_norms, runner, samples, _FIRST)
+            together = partial(runner.has_plain_gradient, samples)
+            apart, whole = (min(_seconds(each), _seconds(each)) for each in (alone, together))
+        except Exception:  # the user's code, on values that are none of the user's
+            return ""
+        return f" ({_TIMED} synthetic ones took {apart / whole:.1f} times as long as together)"
 
     def _first_run(self, runner: Runner, clip_norm: float) -> _FirstRun:
         """Run samples that the model takes.
@@ -195,6 +208,12 @@ def _checks(
 def same_places(kept: list[int], attempt: int) -> list[int]:
     """Return the same places at every attempt."""
     return kept
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
 
 
 def _plain(clip_norm: float) -> Query:

@@ -178,10 +178,12 @@ class IsolationWatch:
         engine.settle()
         self._run.engine = engine.passes.description
         self._run.isolation = self._described(found)
-        if engine.passes.engine.one_record and self._world.is_lead and engine.choice.reasons:
-            reason = engine.choice.reasons[-1].text
-            warn(f"Each record runs alone, one after the other. {reason}", topic="one-by-one")
         self._refuse(found)
+        if engine.passes.engine.one_record and engine.choice.reasons:
+            cost, reason = dry.slowdown(runner), engine.choice.reasons[-1].text
+            if self._world.is_lead:
+                text = f"Each record runs alone, one after the other{cost}. {reason}"
+                warn(text, topic="one-by-one")
 
     def _refuse(self, found: Outcome) -> None:
         alone = f" {ALONE}" if self._module.automatic_optimization else ""  # which it needs

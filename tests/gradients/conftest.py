@@ -1,72 +1,39 @@
-"""Models and engines, and the slow oracle: one record at a time."""
+"""The slow oracle: one record at a time."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.gradients import AbstractGradientEngine, UnsupportedModelError
-from lightning_dp.gradients.ghost import GhostClipping
-from lightning_dp.gradients.layer_calls import LayerCalls
-from lightning_dp.gradients.opacus_hooks import OpacusHooks
+from lightning_dp.gradients import AbstractGradientEngine
+from tests.gradients.test_contract import clipped, trained
 
 RECORDS = 5
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def features() -> Tensor:
     return torch.randn(RECORDS, 6)
 
 
-class _Covered(AbstractGradientEngine):
-    """Skips models with layers of which no rule is known: engines below answer there."""
-
-    def __init__(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-        try:
-            super().__init__(module, params)
-        except UnsupportedModelError as error:
-            if "no rule is known" not in error.text:
-                raise
-            pytest.skip("has a layer without a rule")
-
-
-class OfLayers(_Covered, LayerCalls): ...
-
-
-class Ghost(_Covered, GhostClipping): ...
-
-
-ENGINES: dict[str, Callable[..., AbstractGradientEngine]] = {
-    "hooks": OpacusHooks,
-    "layers": OfLayers,
-    "ghost": Ghost,
-}
-
-
-@pytest.fixture(params=ENGINES)
-def kind(request: pytest.FixtureRequest) -> Callable[..., AbstractGradientEngine]:
-    """Every engine of the whole batch."""
-    return ENGINES[request.param]
-
-
 class Oracle:
     """One record at a time by plain autograd in float64; and what is to be compared with it."""
 
     records = RECORDS
-    features = staticmethod(features)
+    features, trained, clipped = map(staticmethod, (features, trained, clipped))
 
     @staticmethod
-    def trained(module: nn.Module) -> tuple[nn.Parameter, ...]:
-        return tuple(param for param in module.parameters() if param.requires_grad)
+    def targets(output: Tensor) -> Tensor:
+        return torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
 
-    @staticmethod
-    def mean_loss(output: Tensor) -> Tensor:
+    def mean_loss(self, output: Tensor, target: Tensor | None = None) -> Tensor:
         """A mean over records of something smooth that differs between them."""
-        target = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+        target = self.targets(output) if target is None else target
         return (torch.tanh(output) - target).square().flatten(1).sum(1).mean()
 
     def one_by_one(
@@ -84,11 +51,6 @@ class Oracle:
             parts = torch.autograd.grad(loss, self.trained(module), materialize_grads=True)
             rows.append(torch.cat([part.reshape(-1) for part in parts]))
         return torch.stack(rows)
-
-    @staticmethod
-    def clipped(rows: Tensor, clip_norm: float) -> Tensor:
-        """The sum of the rows, each scaled down to that norm."""
-        return (rows * (clip_norm / rows.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0)
 
     def run(self, engine: AbstractGradientEngine, module: nn.Module, batch: Tensor) -> Any:
         """One watched forward and backward pass: the engine's answer."""
@@ -108,21 +70,13 @@ def anatomy() -> Callable[[nn.Module], dict[str, Any]]:
     """Everything an engine could leave on a model."""
 
     def found_on(module: nn.Module) -> dict[str, Any]:
-        found: dict[str, Any] = {"state_dict": list(module.state_dict())}
-        for name, part in module.named_modules():
-            found[f"{name}: type"] = type(part)
-            found[f"{name}: vars"] = sorted(vars(part))
-            for hooks in (
-                "_forward_hooks",
-                "_forward_pre_hooks",
-                "_backward_hooks",
-                "_backward_pre_hooks",
-            ):
-                found[f"{name}: {hooks}"] = len(getattr(part, hooks))
+        found: dict[str, Any] = {
+            name: (type(part), sorted(vars(part)), [len(getattr(part, kind)) for kind in HOOKS])
+            for name, part in module.named_modules()
+        }
         for name, param in module.named_parameters():
-            found[f"{name}: attributes"] = sorted(set(dir(param)) - {"grad"})
-            found[f"{name}: hooks"] = len(param._backward_hooks or {})
-            found[f"{name}: requires_grad"] = param.requires_grad
+            hooks = len(param._backward_hooks or {})
+            found[f"parameter {name}"] = sorted(vars(param)), hooks, param.requires_grad
         return found
 
     return found_on

@@ -147,23 +147,11 @@ def compare(oracle: Any, plain: nn.Module, model: nn.Module, engine: str = "laye
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_without_checkpoints(kind, oracle, anatomy):
     for call in CALLS:
-        models = _used(pair(kind, call))
+        models = pair(kind, call)
         before = anatomy(models[1])
         compare(oracle, *models)
         compare(oracle, *models, "ghost")  # two backward passes
         assert anatomy(models[1]) == before
-
-
-def _used(models: tuple[Plain, Plain]) -> tuple[Plain, Plain]:
-    """Freeze what a model does not use, which the oracle would miss."""
-    plain, _ = models
-    loss = plain(torch.randn(2, WIDTH)).square().sum()
-    loss.backward()
-    for model in models:
-        for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-            own.requires_grad_(own.requires_grad and other.grad is not None)
-    plain.zero_grad()
-    return models
 
 
 def test_sequences_and_wrappers(oracle):

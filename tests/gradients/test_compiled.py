@@ -142,9 +142,9 @@ def check(net: nn.Module, engine: str, oracle: Any) -> str:
     torch.manual_seed(1)
     batch = torch.randn(oracle.records, 6)
     with as_written():
-        expected = oracle.one_by_one(net, batch)
+        expected, y = oracle.one_by_one(net, batch), oracle.targets(net(batch).detach())
     with RecordPasses(net, oracle.trained(net), engine) as passes:
-        found = passes.run(lambda b: oracle.mean_loss(net(b)), batch, len(batch))
+        found = passes.run(lambda b: oracle.mean_loss(net(b[0]), b[1]), [batch, y], len(y))
         description = passes.description
     total = oracle.clipped(expected, 0.1).to(torch.float32)
     factors = (0.1 / found.norms()).clamp(max=1)
@@ -158,6 +158,7 @@ def check(net: nn.Module, engine: str, oracle: Any) -> str:
     [
         *((kind, "layers") for kind in TRAINED),
         *((kind, "hooks") for kind in ("in place", "a part wrapped")),
+        *((kind, "records") for kind in ("wrapped", "a function", "with a frozen part")),
         pytest.param("in a checkpoint", "hooks", marks=pytest.mark.slow),
     ],
 )

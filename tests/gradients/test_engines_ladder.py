@@ -18,6 +18,7 @@ from lightning_dp.gradients import (
     Replay,
     UnsupportedModelError,
     engines,
+    records,
 )
 from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.layer_calls import LayerCalls
@@ -77,7 +78,7 @@ def chunk_of(model: nn.Module, rows: int, runs: list[int]) -> Replay:
 @pytest.mark.parametrize("place", ["made", "backward", "take"])
 def test_the_next_engine_answers_from_the_same_records_and_random_numbers(place, ladder):
     ladder(place)
-    answers, described, runs = [], [], list[int]()
+    answers, described, states, runs = [], [], [], list[int]()
     for name in ("layers", "auto"):
         model = net()
         torch.manual_seed(7)
@@ -86,21 +87,11 @@ def test_the_next_engine_answers_from_the_same_records_and_random_numbers(place,
                 [passes.answer(QUERY, chunk_of(model, n, runs)).value for n in (4, 3, 4)]
             )
             described.append(passes.description)
+        states.append(torch.get_rng_state())
     torch.testing.assert_close(*answers, rtol=0, atol=0)
+    assert torch.equal(*states)  # a run that is repeated draws nothing
     assert described[1].startswith("layers, since fussy does not cover this model: 0 (Linear)")
     assert runs == [4, 3, 4] * 2 if place == "made" else [4, 3, 4, 4, 3, 3, 4]
-
-
-def test_no_random_numbers_are_drawn_by_a_run_that_is_repeated(ladder):
-    ladder("take")
-    states = []
-    for name in ("layers", "auto"):
-        model = net()
-        torch.manual_seed(7)
-        with RecordPasses(model, list(model.parameters()), name) as passes:
-            passes.answer(QUERY, chunk_of(model, 3, []))
-        states.append(torch.get_rng_state())
-    assert torch.equal(*states)
 
 
 def test_a_combination_is_of_one_engine(ladder):
@@ -159,6 +150,16 @@ def test_a_choice_goes_down_for_all_who_share_it():
     assert choice.description.startswith("one_by_one, since ")
     assert choice.description.endswith(": The layer net.x saw rows of (3,).")
     assert alone.description == "layers"
+
+
+def test_a_torch_that_lacks_private_names_goes_without_the_engine_that_needs_them(monkeypatch):
+    monkeypatch.setattr(records, "MISSING", ("get_unwrapped",))
+    choice = EngineChoice("records")
+    choice.make(net(), list(net().parameters()))
+    assert choice.description == (
+        "one_by_one, since records does not cover this model: This torch lacks get_unwrapped of "
+        "functorch, which running each record under vmap needs."
+    )
 
 
 def test_over_shards_only_engines_that_know_them_are_left_and_all_stay_with_the_same():

@@ -104,23 +104,49 @@ def test_rows_of_a_record_are_summed_before_the_norm(form):
         check(added, expected)
 
 
+def moved(part: Tensor) -> Tensor:
+    """A factor of a point that is 1e-4 away, where squares that are subtracted have lost all digits."""
+    return part * (1 + 1e-4 * torch.randn(part.shape)) if part.is_floating_point() else part
+
+
+def check_difference(here: Use, there: Use, of: Folding, shape: tuple[int, ...]) -> None:
+    """Norms and sum of a difference are those of float64 from the same inputs, to its own digits."""
+
+    def found(use: Use) -> ParameterGradients:
+        return ParameterGradients([use.form.of_records(use, of)], torch.Size(shape))
+
+    def exact(use: Use) -> Tensor:
+        v = use.v.double() if use.v.is_floating_point() else use.v
+        wide = use.form.of_records(Use(use.form, v, use.u.double()), of)
+        return wide.form.rows(wide.v, wide.u).flatten(1)
+
+    rows = exact(here) - exact(there)
+    both = found(here).combine(1.0, [(-1.0, found(there))])
+    torch.testing.assert_close(
+        both.squared_norms(), rows.norm(dim=1).square(), rtol=1e-5, atol=1e-30
+    )
+    total = torch.zeros(rows.shape[1], dtype=torch.float64)
+    both.add_weighted_sum(torch.ones(len(rows), dtype=torch.float64), total)
+    assert (total - rows.sum(0)).norm() <= 1e-5 * rows.sum(0).norm()
+
+
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "rows"])
-def test_combinations_of_close_points_keep_their_digits(form):
+def test_differences_of_close_points_keep_their_digits(form):
     torch.manual_seed(0)
     shape, make = FORMS[form]
-    of, owners = FOLDINGS[-1]
-    use = make(len(owners))
-    u = use.u * (1 + 1e-4 * torch.randn(use.u.shape))
-    v = use.v * (1 + 1e-4 * torch.randn(use.v.shape)) if use.v.is_floating_point() else use.v
-    near = Use(use.form, v, u)
-    here, there = (
-        ParameterGradients([each.form.of_records(each, of)], torch.Size(shape))
-        for each in (use, near)
-    )
-    both = here.combine(1.0, [(-1.0, there)])
-    exact = slow(use, owners, shape) - slow(near, owners, shape)
-    found = reduce(torch.add, (c.form.rows(c.v, c.u) for c in both.uses)).double()
-    assert (found - exact).norm() <= 1e-4 * exact.norm()
+    for of, owners in FOLDINGS:
+        use = make(len(owners))
+        check_difference(use, Use(use.form, moved(use.v), moved(use.u)), of, shape)
+
+
+@pytest.mark.parametrize("changed", [0, 2, 12])
+def test_differences_of_lookups_hold_whichever_rows_they_look_up(changed):
+    """Equal rows must not be subtracted as squares; other rows must not be mixed up."""
+    torch.manual_seed(0)
+    here = uses_of(Lookup(5), (12,), (12, 3), N)
+    v = here.v.clone()
+    v[:, :changed] = (v[:, :changed] + 1) % 5
+    check_difference(here, Use(here.form, v, moved(here.u)), FOLDINGS[0][0], (5, 3))
 
 
 def test_no_record_at_all():

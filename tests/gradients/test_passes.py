@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -93,22 +93,12 @@ QUERIES = {**GRADIENTS, **PRODUCTS}
 COORDINATES = torch.tensor([0, 1, 5, 13, D - 1])
 
 
-@pytest.fixture
-def passes() -> Iterator[Callable[..., RecordPasses]]:
-    """Makes passes over a module with all its parameters, and detaches them in the end."""
-    made = []
-
-    def make(module: nn.Module, engine: str = "auto", **options: Any) -> RecordPasses:
-        made.append(RecordPasses(module, list(module.parameters()), engine, **options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.detach()
+def passes(module: nn.Module, engine: str = "auto") -> RecordPasses:
+    return RecordPasses(module, list(module.parameters()), engine)
 
 
 @pytest.mark.parametrize("name", QUERIES)
-def test_an_answer_is_that_of_a_loop_over_records(passes, name):
+def test_an_answer_is_that_of_a_loop_over_records(name):
     terms, engines = QUERIES[name], ("auto", "records", "hooks")
     for engine in engines if name in GRADIENTS else engines[:2]:  # "hooks" has no products
         net = make_net()
@@ -133,7 +123,7 @@ def close_to(found: Any, query: Query) -> None:
 
 @pytest.mark.parametrize("engine", ["auto", "hooks"])
 @pytest.mark.parametrize("name", ["here", "here, weighted", "three points", "there"])
-def test_gradients_that_are_known_are_not_computed_again(passes, name, engine):
+def test_gradients_that_are_known_are_not_computed_again(name, engine):
     net, runs = make_net(), []
     mine = passes(net, engine)
     first = mine.run(loss_of(net), (X, Y), RECORDS, combined=True)
@@ -148,7 +138,7 @@ def test_gradients_that_are_known_are_not_computed_again(passes, name, engine):
 
 
 @pytest.mark.parametrize("name", ["here", "a difference", "gradient and product"])
-def test_a_record_that_is_not_finite_contributes_zero(passes, name):
+def test_a_record_that_is_not_finite_contributes_zero(name):
     net, x = make_net(), X.clone()
     query, mine = Query(QUERIES[name], 0.2, 0.0), passes(net)
     others = [i for i in range(RECORDS) if i != 2]
@@ -176,7 +166,7 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["three points", "a difference and a product"])
-def test_all_passes_draw_the_same_numbers_and_the_next_chunk_others(passes, name):
+def test_all_passes_draw_the_same_numbers_and_the_next_chunk_others(name):
     net = Noisy()
     mine, query = passes(net), Query(QUERIES[name], 1.0, 0.0)
     chunk = chunk_of(net)
@@ -193,7 +183,7 @@ def test_all_passes_draw_the_same_numbers_and_the_next_chunk_others(passes, name
     assert not torch.equal(after, torch.get_rng_state())
 
 
-def test_a_chunk_run_before_is_run_with_its_first_randomness_and_leaves_the_states(passes):
+def test_a_chunk_run_before_is_run_with_its_first_randomness_and_leaves_the_states():
     net = Noisy()
     mine, chunk = passes(net), chunk_of(net, randomness=RandomState(torch.device("cpu")))
     first = mine.run(chunk.forward, chunk.batch, chunk.size, combined=True)
@@ -211,7 +201,7 @@ def test_a_chunk_run_before_is_run_with_its_first_randomness_and_leaves_the_stat
 # -- what is no answer ------------------------------------------------------------------------
 
 
-def test_a_chunk_without_records_runs_nothing(passes):
+def test_a_chunk_without_records_runs_nothing():
     net, ran = make_net(), []
     mine = passes(net)
     stand_in = mine.run(loss_of(net), (X[:1], Y[:1]), 1)
@@ -225,7 +215,7 @@ def test_a_chunk_without_records_runs_nothing(passes):
 
 @pytest.mark.parametrize("engine", ["auto", "hooks"])
 @pytest.mark.parametrize("name", ["here", "there", "along here"])
-def test_a_pass_without_a_loss_is_no_answer_and_leaves_nothing_for_the_next(passes, name, engine):
+def test_a_pass_without_a_loss_is_no_answer_and_leaves_nothing_for_the_next(name, engine):
     if engine == "hooks" and name == "along here":
         pytest.skip("has no products")
     net = make_net()
@@ -240,7 +230,7 @@ def test_a_pass_without_a_loss_is_no_answer_and_leaves_nothing_for_the_next(pass
 
 @pytest.mark.parametrize("engine", ["auto", "records", "hooks"])
 @pytest.mark.parametrize("name", ["here", "there", "a difference"])
-def test_other_rows_than_records_are_an_error(passes, name, engine):
+def test_other_rows_than_records_are_an_error(name, engine):
     net = make_net()
     query = Query(QUERIES[name], 0.2, 0.0)
     mine = passes(net, engine)

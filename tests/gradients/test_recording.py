@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -15,75 +14,64 @@ from lightning_dp.gradients.graph import survey
 from lightning_dp.gradients.layer_calls import LayerCalls
 
 
-@dataclass
-class Watched:
-    engine: LayerCalls
-    net: nn.ModuleDict
-
-    def refuses(self, loss: Tensor, *names: str) -> None:
-        with pytest.raises(UncoveredParameterError) as caught:
-            self.engine.backward(loss)
-        assert str(list(names)) in str(caught.value)
-        self.engine.drop()
-
-
-def three_layers() -> nn.ModuleDict:
-    torch.manual_seed(0)
-    return nn.ModuleDict(
-        {
-            "lookup": nn.Embedding(7, 6),
-            "one": nn.Linear(6, 6, bias=False),
-            "two": nn.Linear(6, 7, bias=False),
-        }
-    )
-
-
 @pytest.fixture
-def parts(oracle) -> Iterator[Watched]:
+def parts(oracle) -> Iterator[tuple[LayerCalls, dict[str, nn.Module]]]:
     """Layers that are watched by their hooks alone."""
-    net = three_layers()
+    torch.manual_seed(0)
+    layers = {"one": nn.Linear(6, 6, bias=False), "two": nn.Linear(6, 7, bias=False)}
+    net = nn.ModuleDict({"lookup": nn.Embedding(7, 6), **layers})
     engine = LayerCalls(net, oracle.trained(net))
     with engine.watching():
-        yield Watched(engine, net)
+        yield engine, dict(net)
+
+
+def refuses(engine: LayerCalls, loss: Tensor, *names: str) -> None:
+    with pytest.raises(UncoveredParameterError) as caught:
+        engine.backward(loss)
+    assert str(list(names)) in str(caught.value)
+    engine.drop()
 
 
 @pytest.mark.filterwarnings("ignore:.*autocast")
 def test_uses_outside_of_layers_are_refused_by_name(parts, oracle):
     """Hooks alone would miss half of the gradient of a table that projects the output too."""
-    lookup, one, two = parts.net.values()
+    engine, net = parts
+    lookup, one, two = net.values()
     hidden = one(lookup(torch.randint(7, (oracle.records,))))
-    parts.refuses(oracle.mean_loss(F.linear(hidden, lookup.weight)), "lookup.weight")
+    refuses(engine, oracle.mean_loss(F.linear(hidden, lookup.weight)), "lookup.weight")
     loss = oracle.mean_loss(one(torch.randn(oracle.records, 6)))
-    parts.refuses(loss + one.weight.square().sum(), "one.weight")
+    refuses(engine, loss + one.weight.square().sum(), "one.weight")
     hidden = one(torch.randn(oracle.records, 6))
-    parts.refuses(oracle.mean_loss(F.linear(hidden, two.weight)), "two.weight")
+    refuses(engine, oracle.mean_loss(F.linear(hidden, two.weight)), "two.weight")
     with torch.autocast("cpu", torch.bfloat16):  # which keeps one copy of the weight
         hidden = one(lookup(torch.randint(7, (oracle.records,))))
         loss = oracle.mean_loss(F.linear(hidden, one.weight))
-    parts.refuses(loss, "one.weight")
+    refuses(engine, loss, "one.weight")
 
 
 def test_an_overwritten_input_is_refused(parts, oracle):
-    one, two = parts.net["one"], parts.net["two"]
+    engine, net = parts
+    one, two = net["one"], net["two"]
     x = torch.randn(oracle.records, 6)
     y = one(x)
     loss = oracle.mean_loss(two(y))
     x.mul_(2.0)
     with pytest.raises(UnsupportedModelError, match=r"overwritten.*in place"):
-        parts.engine.backward(loss)
+        engine.backward(loss)
 
 
 def test_rows_in_another_order_between_layers_are_refused(parts, oracle):
-    hidden = parts.net["one"](torch.randn(oracle.records, 6)).flip(0)
+    engine, net = parts
+    hidden = net["one"](torch.randn(oracle.records, 6)).flip(0)
     with pytest.raises(UnsupportedModelError, match="another order"):
-        parts.engine.backward(oracle.mean_loss(parts.net["two"](hidden)))
+        engine.backward(oracle.mean_loss(net["two"](hidden)))
 
 
 def test_gradients_of_stride_zero_are_read_right(parts, oracle):
     """The gradient of a sum is one number, expanded."""
-    one, x = parts.net["one"], torch.randn(oracle.records, 6)
-    parts.engine.backward(one(x).sum(1).mean())
-    norms = parts.engine.take(1.0).norms()
+    (engine, net), x = parts, torch.randn(oracle.records, 6)
+    engine.backward(net["one"](x).sum(1).mean())
+    norms = engine.take(1.0).norms()
     torch.testing.assert_close(norms, x.double().norm(dim=1) * 6**0.5, rtol=1e-6, atol=0)
 
 

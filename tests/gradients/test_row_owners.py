@@ -2,56 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_dp import rows_of_records
-from lightning_dp.boundary import bounded_sum
-from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.boundary import Term
+from lightning_dp.gradients import Replay, UnsupportedModelError
 from lightning_dp.gradients.batches import folding_in_force
 from lightning_dp.gradients.layer_calls import LayerCalls
 from lightning_dp.gradients.opacus_hooks import OpacusHooks
+from tests.gradients.test_contract import alone, ask
+
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
 RECORDS = 4
 OWNERS = torch.tensor([3, 0, 0, 3, 3, 0, 2, 3])  # one record without a row, in no order
 
 
-class Backbone(nn.Module):
-    """Every kind of rule, on rows of shape (6, 4, 4)."""
+class OfRows(nn.Module):
+    """Rows of shape (2, 4, 4) and (3,), a sum over each record's rows, and a head for the records."""
 
     def __init__(self) -> None:
         super().__init__()
         self.image = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten())
-        self.tokens = nn.Embedding(5, 16)
-        self.norm = nn.LayerNorm(16)
-        self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.linear = nn.Linear(16, 3)
+        self.tokens, self.norm = nn.Embedding(5, 16), nn.LayerNorm(16)
+        self.linear, self.head = nn.Linear(16, 3), nn.Linear(3, 2)
 
-    def forward(self, images: Tensor, tokens: Tensor) -> Tensor:
+    def backbone(self, images: Tensor, tokens: Tensor) -> Tensor:
         hidden = torch.cat([self.image(images).unsqueeze(1), self.tokens(tokens)], 1)
-        hidden = self.norm(hidden)
-        hidden = nn.functional.scaled_dot_product_attention(self.q(hidden), self.k(hidden), hidden)
-        return torch.tanh(self.linear(hidden)).mean(1)
-
-
-class OfRows(nn.Module):
-    """A backbone for the rows, a sum over each record's rows, and a head for the records."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone, self.head = Backbone(), nn.Linear(3, 2)
+        return torch.tanh(self.linear(self.norm(hidden))).mean(1)
 
     def forward(self, rows: tuple[Tensor, Tensor], owners: Tensor, n: int) -> Tensor:
         with rows_of_records(owners, n):
             hidden = self.backbone(*rows)
         return self.head(hidden.new_zeros(n, 3).index_add(0, owners, hidden))
-
-
-def rows() -> tuple[Tensor, Tensor]:
-    return torch.randn(len(OWNERS), 2, 4, 4), torch.randint(5, (len(OWNERS), 3))
 
 
 def one_by_one(model: OfRows, given: tuple[Tensor, Tensor]) -> Tensor:
@@ -70,51 +57,40 @@ def one_by_one(model: OfRows, given: tuple[Tensor, Tensor]) -> Tensor:
 @pytest.fixture
 def model() -> OfRows:
     torch.manual_seed(0)
-    return OfRows()
+    return OfRows().double()
 
 
-@pytest.fixture
-def engine(model: OfRows) -> Iterator[LayerCalls]:
-    engine = LayerCalls(model, list(model.parameters()))
-    with engine.watching():
-        yield engine
+ROWS = torch.randn(len(OWNERS), 2, 4, 4).double(), torch.randint(5, (len(OWNERS), 3))
 
 
-@pytest.fixture
-def expected(model: OfRows) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    given = rows()
-    wanted = one_by_one(model.double(), given)
-    model.float()
-    return given, wanted
+@pytest.mark.parametrize("engine", ["layers", "ghost", "hooks"])
+def test_ragged_rows_equal_one_record_at_a_time(engine, model):
+    chunk = Replay(lambda b: model(b, OWNERS, RECORDS).square().sum(1).mean(), ROWS, RECORDS)
+    with alone(engine, model) as passes:
+        found = passes.run(chunk.forward, ROWS, RECORDS)
+        assert found.count == RECORDS
+        ask(passes, chunk, Term(), rows=one_by_one(model, ROWS))
 
 
-def test_ragged_rows_equal_one_record_at_a_time(model, expected, engine, oracle):
-    given, wanted = expected
-    engine.backward(model(given, OWNERS, RECORDS).square().sum(1).mean())
-    found = engine.take(1.0)
-    assert found.count == RECORDS
-    torch.testing.assert_close(found.norms(), wanted.norm(dim=1), rtol=1e-5, atol=1e-9)
-    clip_norm = float(wanted.norm(dim=1).median())
-    total = bounded_sum(found, clip_norm).value.double()
-    clipped = oracle.clipped(wanted, clip_norm)
-    assert (total - clipped).norm() <= 1e-5 * clipped.norm()
+def test_without_the_hint_rows_are_not_taken_for_records(model):
+    def loss(rows: Any) -> Tensor:
+        hidden = model.backbone(*rows)
+        output = model.head(hidden.new_zeros(RECORDS, 3).index_add(0, OWNERS, hidden))
+        return output.square().sum(1).mean()
+
+    message = "more rows than there are records"
+    with alone("layers", model) as passes, pytest.raises(UnsupportedModelError, match=message):
+        passes.run(loss, ROWS, RECORDS)
 
 
-def test_without_the_hint_rows_are_not_taken_for_records(model, expected, engine):
-    given, _ = expected
-    hidden = model.backbone(*given)
-    output = model.head(hidden.new_zeros(RECORDS, 3).index_add(0, OWNERS, hidden))
-    with pytest.raises(UnsupportedModelError, match="more rows than there are records"):
-        engine.backward(output.square().sum(1).mean())
-        engine.take(1.0)
+def test_owners_of_another_number_of_rows_are_refused(model):
+    def loss(rows: Any) -> Tensor:
+        with rows_of_records(OWNERS[1:], RECORDS):
+            return model.backbone(*rows).square().sum()
 
-
-def test_owners_of_another_number_of_rows_are_refused(model, expected, engine):
-    given, _ = expected
-    with rows_of_records(OWNERS[1:], RECORDS):
-        loss = model.backbone(*given).square().sum()
-    with pytest.raises(UnsupportedModelError, match=r"backbone\.\S+: .*another number of rows"):
-        engine.backward(loss)
+    message = r"linear: was called with another number of rows"
+    with alone("layers", model) as passes, pytest.raises(UnsupportedModelError, match=message):
+        passes.run(loss, ROWS, RECORDS)
 
 
 def test_the_inner_hint_holds_and_ends():

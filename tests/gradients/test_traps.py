@@ -26,6 +26,7 @@ from lightning_dp.isolation.replay import Pipeline, Runner
 from lightning_dp.isolation.state import TwinState
 from tests.gradients.models import Example, linear, net, weight
 from tests.gradients.test_contract import N, alone, made, only, replay, rows, trained
+from tests.gradients.test_contract_options import check
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 
@@ -40,14 +41,7 @@ def run(passes: RecordPasses, chunk: Replay) -> Any:
     return passes.run(chunk.forward, chunk.batch, chunk.size)
 
 
-def check_right(example: Example, engine: str = "records") -> None:
-    module, batch = made(example)
-    expected = rows(example, module, batch)
-    with alone(engine, module) as passes:
-        found = run(passes, replay(example, module, batch))
-        torch.testing.assert_close(found.norms(), expected.norm(dim=1))
-        total = found.weighted_sum(torch.ones(N, dtype=torch.float64))
-    torch.testing.assert_close(total, expected.sum(0))
+check_right = partial(check, engines=("records",))
 
 
 # -- 1: what outlives the step ----------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 
 import lightning as L
 import numpy as np
@@ -25,6 +26,7 @@ from lightning_dp import (
     PerGroup,
     Storm,
 )
+from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.isolation.check import Check, Schedule
@@ -197,6 +199,23 @@ def test_cubic_newton_is_compared(fit):
 
 
 # -- words and counts ------------------------------------------------------------------------------
+
+
+class Penalised(Base):
+    """A penalty on the loss's gradient, which no other engine sees for each record."""
+
+    def loss(self, x, y):
+        x = x.clone().requires_grad_()
+        loss = super().loss(x, y)
+        return loss + torch.autograd.grad(loss, x, create_graph=True)[0].square().sum()
+
+
+def test_records_one_after_the_other_are_announced_with_their_cost(fit):
+    message = r"^Each record runs alone, .* other \(8 synthetic ones took ([\d.]+) times as long as"
+    with pytest.warns(PrivacyWarning, match=message) as caught:
+        fit(Penalised(), privacy={"checks": Checks(comparisons=False)})
+    said = [each for each in map(str, (w.message for w in caught)) if each.startswith("Each")]
+    assert len(said) == 1 and float(re.match(message, said[0])[1]) > 1.5
 
 
 class DrawsByRecord(Base):

@@ -7,7 +7,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -16,10 +17,12 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, M
 from torchmetrics.functional import accuracy
 from torchmetrics.text import WordErrorRate
 
+from lightning_dp import FullBatch
 from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.gradients.batches import SampleBatch
 from lightning_dp.gradients.records import Records
 from lightning_dp.gradients.side_effects import SideEffects
+from tests.zoo import private
 
 
 class Model(LightningModule):
@@ -76,7 +79,7 @@ class Bar(ProgressBar):
         pass
 
 
-def fit(body, folder, *, is_alone, logger=CSVLogger, n=24):
+def fit(body, folder, *, is_alone, logger=CSVLogger, n=24, batch_size=8, callbacks=()):
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(n, 6, generator=generator), torch.randint(3, (n,), generator=generator)
     data = [{"x": a, "y": b} for a, b in zip(x, y, strict=True)]
@@ -85,14 +88,14 @@ def fit(body, folder, *, is_alone, logger=CSVLogger, n=24):
         max_epochs=2,
         accelerator="cpu",
         logger=logger(folder, name=str(is_alone)),
-        callbacks=[watching, bar],
+        callbacks=[watching, bar, *callbacks],
         log_every_n_steps=1,
         enable_checkpointing=False,
         enable_model_summary=False,
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*(does not have many workers|GPU available).*")
-        trainer.fit(model, DataLoader(data, batch_size=8))
+        trainer.fit(model, DataLoader(data, batch_size=batch_size))
     return model, trainer, watching, bar
 
 
@@ -251,6 +254,27 @@ def assert_nothing_is_left(model):
         assert not {"forward", "compute", "reset", "update"} & {
             name for name, value in vars(part).items() if "_note" in repr(value)
         }
+
+
+def events_of(trainer):
+    events = EventAccumulator(trainer.logger.log_dir)
+    events.Reload()
+    ours = ("privacy/", "hp_metric")
+    names = [name for name in events.Tags()["scalars"] if not name.startswith(ours)]
+    return {name: [each.value for each in events.Scalars(name)] for name in names}
+
+
+@pytest.mark.parametrize("body", [logs_in_many_ways, collection_calls, keeps])
+def test_a_private_fit_shows_what_a_plain_one_shows(tmp_path, body):
+    """In steps of all records, without noise."""
+    options = {"is_alone": False, "logger": TensorBoardLogger, "batch_size": 24}
+    privacy = private(noise_multiplier=0.0, sampling=FullBatch(), engine="records")
+    model, trainer, *_ = fit(body, tmp_path / "private", callbacks=[privacy], **options)
+    plain, wanted, *_ = fit(body, tmp_path / "plain", **options)
+    assert privacy.report().mechanism["gradient engine"] == "records"
+    assert_alike(events_of(trainer), events_of(wanted))
+    kept = [(x.count, x.seen, x.steps.item()) for x in (model, plain)]
+    assert kept[0] == kept[1]
 
 
 def test_a_number_made_of_the_loss_is_logged_as_its_mean_and_warned_of_once(tmp_path):

@@ -226,6 +226,11 @@ def ghost(folder: Path) -> dict[str, Any]:
     return clipped(folder, "ghost")
 
 
+def apart(folder: Path) -> dict[str, Any]:
+    """The same with each record alone."""
+    return clipped(folder, "records")
+
+
 def diff2(folder: Path) -> dict[str, Any]:
     """Each rank is a worker: differences at two points, then the same with noise and Poisson."""
     model = Model(rank())
@@ -543,8 +548,8 @@ def edited_at_once(folder: Path) -> dict[str, Any]:
 # -- all ----------------------------------------------------------------------------------------------
 
 ON_TWO: list[Callable[[Path], dict[str, Any]]] = [
-    *(plain, clipped, adaptive, users, ghost, diff2, cubic, noise, secure, correlated, ordered),
-    *(sparse, calibrated, resumed, alone),
+    *(plain, clipped, apart, adaptive, users, ghost, diff2, cubic, noise, secure, correlated),
+    *(ordered, sparse, calibrated, resumed, alone),
     *(lengths, no_journal, voided, voided_apart, mixed, edited, edited_at_once),
 ]
 

@@ -49,8 +49,8 @@ from tests.strategies.processes.sharded_jobs import (
 from tests.zoo import flat, records
 
 ROOT = Path(__file__).parents[3]
-ON_TWO = ["plain", "clipped", "adaptive", "users", "noise", "secure", "correlated", "ordered"]
-ON_TWO += ["sparse", "resumed"]
+ON_TWO = ["plain", "clipped", "apart", "adaptive", "users", "noise", "secure", "correlated"]
+ON_TWO += ["ordered", "sparse", "resumed"]
 RARELY = ["ghost", "diff2", "cubic", "calibrated", "alone"]
 LENGTHS = "Rank 1 has a training set of 61 records, rank 0 one of 60"
 # glibc's settings: freed memory goes back to the system, so that peaks are those of tensors.
@@ -216,10 +216,17 @@ def test_a_user_is_on_one_rank_and_clipped_once(job):
     torch.testing.assert_close(lead["flat"], flat(net), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("scenario", ["clipped", pytest.param("ghost", marks=pytest.mark.slow)])
-def test_clipped_step_equals_a_loop_over_the_union_of_the_ranks_records(job, scenario):
+@pytest.mark.parametrize(
+    ("scenario", "engine"),
+    [
+        ("clipped", "layers"),
+        ("apart", "records"),
+        pytest.param("ghost", "ghost", marks=pytest.mark.slow),
+    ],
+)
+def test_clipped_step_equals_a_loop_over_the_union_of_the_ranks_records(job, scenario, engine):
     lead, other = results(job, scenario)
-    assert lead["engine"].startswith("ghost" if scenario == "ghost" else "layers")
+    assert lead["engine"].startswith(engine)
     x, y = records(60)
     net = network(of_net(lead))
     optimizer = sgd(net)
