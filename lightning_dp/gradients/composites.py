@@ -77,8 +77,8 @@ def _attention(
 def _in_projections(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Return what torch does, for self-attention without its copy."""
-    if q is k and k is v:
+    """Return what torch does, for self-attention on one sequence without its copy."""
+    if q is k and k is v and q.shape[1] == 1:
         return F.linear(q, w, b).chunk(3, -1)
     found: tuple[Tensor, ...] = vars(F)["_in_projection_packed"](q, k, v, w, b)
     return found

@@ -172,6 +172,12 @@ def frozen_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Conv2d(2, 3, 3), norm.eval())
 
 
+def folded_attention(m: Net, x: Tensor) -> Tensor:
+    """Each record's attention sees two sequences, as channels that are folded into rows."""
+    y = m.body(torch.cat([x, x.flip(1)]))
+    return m.attention(y, y, y)[0].unflatten(0, (2, -1)).sum(0).mean(1)
+
+
 def tied_table(m: Net, x: Tensor) -> Tensor:
     return m.out(torch.tanh(m.body(m.words(x))).mean(1))
 
@@ -438,6 +444,8 @@ EXAMPLES: Mapping[str, Example] = {
     "multi-head attention": of_hidden(
         lambda m, x: m.attention(m.body(x), x, x)[0].mean(1), sequences,
         attention=lambda: nn.MultiheadAttention(6, 2, batch_first=True)),
+    "attention of folded rows": of_hidden(
+        folded_attention, sequences, attention=lambda: nn.MultiheadAttention(6, 2, batch_first=True)),
     "dp lstm": Example(net(lambda m, x: m.head(m.lstm(x)[0][:, -1]), head=head,
                            lstm=lambda: DPLSTM(6, 6, batch_first=True)), sequences, by=HOOKED),
     "gru cell": of_hidden(lambda m, x: m.cell(x, m.body(x)), by=HOOKED, cell=lambda: nn.GRUCell(6, 6)),
