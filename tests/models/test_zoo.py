@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -12,6 +15,7 @@ from zoo.oracle import compare
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.gradients.base import UnsupportedModelError
 
+ROOT = Path(__file__).parents[2]
 CORE = {
     "experts in one tensor",
     "in place, after a scale",
@@ -27,6 +31,8 @@ CORE = {
     "Llama, DoRA",
 }
 """The models of the default run; one library that is imported is enough."""
+
+KEPT = json.loads((ROOT / "benchmarks/models_that_work.json").read_text("utf-8"))
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -61,6 +67,7 @@ def test_gradients_are_those_of_plain_autograd(case: Case):
     found = compare(case)
 
     assert found.error < 1e-5, found
+    assert found.rung == KEPT[case.name]["rung"], found
 
 
 @pytest.mark.parametrize("case", _rows(set(), True))
