@@ -313,3 +313,15 @@ def test_records_apart_draw_differently_and_count_alone():
     assert drawn[0][0] != drawn[1][0]
     assert drawn[0][1] != drawn[1][1]
     assert before.differences(Snapshot.of(model)) == ()
+
+
+def test_a_seed_makes_random_states_and_leaves_those_of_now():
+    device = torch.device("cpu")
+    before = torch.get_rng_state()
+    seeded = [RandomState.seeded(device, 3), RandomState.seeded(device, 3)]
+    assert torch.equal(torch.get_rng_state(), before)
+    drawn = []
+    for state in seeded:
+        with state.again():
+            drawn.append(torch.rand(3))
+    assert torch.equal(*drawn) and torch.equal(torch.get_rng_state(), before)

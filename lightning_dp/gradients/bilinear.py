@@ -635,18 +635,6 @@ class Convolution(AbstractForm):
         )[1]  # fmt: skip
         return gradient
 
-    def entries(self, v: Tensor, u: Tensor, shape: torch.Size, places: Tensor) -> Tensor:
-        positions, patch = self._positions(u), shape[1:].numel()
-        if not self._has_patches or not 0 < positions * len(places) <= shape.numel():
-            return super().entries(v, u, shape, places)  # all of them are no more work
-
-        def chosen(v: Tensor, u: Tensor) -> Tensor:
-            x, y = self._as_outer_product(v, u)
-            products = y.index_select(2, places // patch) * x.index_select(2, places % patch)
-            return products.sum(1)
-
-        return in_slices(chosen, 4 * positions * max(patch, len(places)), v, u)
-
     def lengths(self, v: Tensor, u: Tensor) -> Tensor:
         overlaps = math.prod(self.weight_shape[2:])  # patches that have a position
         return super().lengths(v, u) * math.sqrt(overlaps)

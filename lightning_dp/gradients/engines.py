@@ -96,11 +96,6 @@ class EngineChoice:
         return self._reasons
 
     @property
-    def isolates(self) -> bool:
-        """True if the engine in use runs records alone, so that they cannot mix in the model."""
-        return self._rung.isolates
-
-    @property
     def _rung(self) -> Kind:
         return self._rungs[len(self._reasons)]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from timeit import repeat
 from typing import Any
 
 import numpy as np
@@ -121,7 +121,7 @@ class DryRun:
             samples = self._units(_TIMED, are_longer=False)
             alone = partial(_norms, runner, samples, _FIRST)
             together = partial(runner.has_plain_gradient, samples)
-            apart, whole = (min(_seconds(each), _seconds(each)) for each in (alone, together))
+            apart, whole = (min(repeat(each, number=1, repeat=2)) for each in (alone, together))
         except Exception:  # the user's code, on values that are none of the user's
             return ""
         return f" ({_TIMED} synthetic ones took {apart / whole:.1f} times as long as together)"
@@ -208,12 +208,6 @@ def _checks(
 def same_places(kept: list[int], attempt: int) -> list[int]:
     """Return the same places at every attempt."""
     return kept
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
 
 
 def _plain(clip_norm: float) -> Query:

@@ -173,31 +173,25 @@ class Sequences(nn.Module):
         return self.lstm(self.norm(x + self.attention(x, x, x)[0]))[0].flatten(1)
 
 
-NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {  # with the engines that take them
-    "layer norm": (
-        lambda: nn.Sequential(nn.Linear(12, 6), nn.LayerNorm(6), nn.Linear(6, 3)),
-        "records layers ghost hooks",
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "layer norm": lambda: nn.Sequential(nn.Linear(12, 6), nn.LayerNorm(6), nn.Linear(6, 3)),
+    "convolution": lambda: nn.Sequential(
+        nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 4, 2, padding=1), nn.GroupNorm(2, 4), nn.Flatten()
     ),
-    "convolution": (
-        lambda: nn.Sequential(
-            nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 4, 2, padding=1), nn.GroupNorm(2, 4),
-            nn.Flatten()),
-        "records layers ghost hooks",
-    ),
-    "sequences": (Sequences, "records hooks"),
-    "own": (lambda: nn.Sequential(nn.PReLU(), nn.Linear(12, 4)), "records hooks"),
-}  # fmt: skip
+    "sequences": Sequences,
+    "own": lambda: nn.Sequential(nn.PReLU(), nn.Linear(12, 4)),
+}
+CASES = [(name, each) for name in NETS for each in ("records", "hooks")]
+CASES += [(name, each) for name in ("layer norm", "convolution") for each in ("layers", "ghost")]
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize(
-    ("name", "engine"), [(name, each) for name in NETS for each in NETS[name][1].split()]
-)
+@pytest.mark.parametrize(("name", "engine"), CASES)
 def test_no_engine_lets_a_record_of_any_size_pass_its_bound(name, engine, dtype):
     torch.manual_seed(0)
-    net = NETS[name][0]().to(dtype)
+    net = NETS[name]().to(dtype)
     batch = torch.randn(8, 12)
     for i, power in enumerate([-30, -15, 5, 10, 17, 25, 30]):
         batch[i] = batch[i] * 10.0**power

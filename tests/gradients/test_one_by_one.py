@@ -1,4 +1,4 @@
-"""The engine of single records: all types of gradients as one row, and random states."""
+"""The engine of single records: all types of gradients as one row."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from lightning_dp._refusals import RefusedRun
-from lightning_dp._snapshot import RandomState
 from lightning_dp.gradients.one_by_one import OneByOne
 
 
@@ -32,15 +31,3 @@ def test_nothing_is_taken_without_a_backward_pass():
     engine = OneByOne(nn.Module(), list(nn.Linear(2, 2).parameters()))
     with pytest.raises(RefusedRun, match=r"backward\(\) must come before take"):
         engine.take(1.0)
-
-
-def test_a_seed_makes_random_states_and_leaves_those_of_now():
-    device = torch.device("cpu")
-    before = torch.get_rng_state()
-    seeded = [RandomState.seeded(device, 3), RandomState.seeded(device, 3)]
-    assert torch.equal(torch.get_rng_state(), before)
-    drawn = []
-    for state in seeded:
-        with state.again():
-            drawn.append(torch.rand(3))
-    assert torch.equal(*drawn) and torch.equal(torch.get_rng_state(), before)
