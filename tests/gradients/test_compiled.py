@@ -131,10 +131,8 @@ TRAINED = {
     "in a checkpoint": Checkpointed,
     "with a frozen part": lambda: wrapped(frozen=2),
 }
-NAMED = {
-    "wrapped": "the model", "in place": "the model", "its forward": "the model",
-    "a part wrapped": "2",
-}  # fmt: skip
+NAMED = {"wrapped": "the model", "in place": "the model", "its forward": "the model"}
+NAMED |= {"a part wrapped": "2"}
 
 
 def check(net: nn.Module, engine: str, oracle: Any) -> str:
