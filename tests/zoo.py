@@ -19,13 +19,16 @@ from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.sampling import BatchPlan
 
 
+def sgd(params: Any) -> torch.optim.Optimizer:
+    """A function with a name, which can be pickled with the module that holds it."""
+    return torch.optim.SGD(params, lr=0.1)
+
+
 class Classifier(L.LightningModule):
     """An ordinary LightningModule around any network."""
 
     def __init__(
-        self,
-        net: nn.Module,
-        optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.SGD(p, lr=0.1),
+        self, net: nn.Module, optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
     ) -> None:
         super().__init__()
         self.net = net
