@@ -49,7 +49,7 @@ TESTS = [
     "tests/isolation/test_dry_run.py",
     "tests/isolation/test_findings.py",
     "tests/strategies/test_isolation.py",
-    "tests/strategies/test_public_stops.py",
+    "tests/strategies/test_ends.py",
     "tests/federated/test_contract.py",
     "tests/federated/test_local_users.py",
     "tests/federated/test_outliving.py",
@@ -345,9 +345,7 @@ SEEN_BY = {  # the file that is tried first
     "tests/strategies/test_isolation.py": (
         "settled_from_another_state weights_of_hooks_saved writes_of_callbacks_cleared"
     ),
-    "tests/strategies/test_public_stops.py": (
-        "a_rule_that_reads_is_public stops_by_state_are_public"
-    ),
+    "tests/strategies/test_ends.py": ("a_rule_that_reads_is_public stops_by_state_are_public"),
     "tests/strategies/test_units.py": (
         "skipped_charge rows_clipped_instead_of_users all_rows_of_a_user_read "
         "sums_of_views_for_their_mean"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -19,20 +17,77 @@ from torch.optim.lr_scheduler import StepLR
 from lightning_dp import Checks
 from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.accounting.events import VoidedRunError
-from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report import PrivacyReport
-
-# -- code of a user that changes gradients, and the places where it can run ----------------------
-
+from tests.zoo import Classifier, flat, private
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*already private")
 
-REFUSED = r"(?s)not what was released.*gradient_edits="
+REFUSED = "not what was released.*gradient_edits="
+SKIPPED = "some batches and not for others.*gradient_edits="
+AT_ONCE = {"charged": 1, "gradient_left": True}
+LATER = {"charged": 2, "released": 1, "voids": True, "gradient_left": True}
+EPOCH = {"max_steps": -1, "max_epochs": 1}
 Edit = Callable[[Any], None]
+
+
+class Model(Classifier):
+    """Two steps of a small network, by hand or not, with code of a user in between."""
+
+    def __init__(self, *, by_hand: bool = False) -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        super().__init__(net, lambda params: torch.optim.SGD(params, lr=0.5))
+        self.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.callbacks: list[L.Callback] = []
+        self.plugins: list[Any] = []
+        self.automatic_optimization = not by_hand
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.loss = loss.detach()
+        return loss if self.automatic_optimization else self.by_hand(loss)
+
+    def by_hand(self, loss: Tensor) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.before_step()
+        optimizer.step()
+
+    def before_step(self) -> None:
+        pass
 
 
 def trained(model: Any) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param.requires_grad]
+
+
+@pytest.fixture
+def run(fit):
+    """``run(model, ...)``: the weights after a fit whose noise is always the same."""
+
+    def train(model: Any, declared: str | None = None, **options: Any) -> Tensor:
+        checks = Checks(dry_run=False, comparisons=False, gradient_edits=declared)
+        train.privacy = private(noise_multiplier=0.5, seed=1, checks=checks)
+        options = {"max_steps": 2, "plugins": model.plugins, **options}
+        fit(model, train.privacy, callbacks=model.callbacks, **options)
+        return flat(model)
+
+    return train
+
+
+@pytest.fixture
+def stops(ends):
+    def check(model: Any, match: str, declared: str | None = None, **options: Any) -> None:
+        checks = Checks(dry_run=False, comparisons=False, gradient_edits=declared)
+        settings = {"noise_multiplier": 0.5, "checks": checks}
+        options = {"max_steps": 2, "plugins": model.plugins, **options}
+        ends(model, match, privacy=settings, first=model.callbacks, **options)
+
+    return check
+
+
+# -- code of a user that changes gradients, and the places where it can run ----------------------
 
 
 def scales(model: Any) -> None:
@@ -64,46 +119,25 @@ def clips_by_hand(model: Any) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
 
 
-EDITS = [
-    adds_next_to_nothing,
-    exchanges_the_memory,
-    replaces,
-    takes_one_away,
-    makes_one_sparse,
-    clips_by_hand,
-]
+def in_the_module(model: Any, edit: Edit) -> None:
+    model.on_before_optimizer_step = lambda optimizer: edit(model)
 
 
-@dataclass
-class Setting:
-    """Needs of a place in a fit."""
-
-    model: Any
-    callbacks: list[L.Callback]
-    plugins: list[Any]
+def between_steps(model: Any, edit: Edit) -> None:
+    model.on_train_batch_end = lambda *_: edit(model)
 
 
-def in_the_module(setting: Setting, edit: Edit) -> None:
-    setting.model.on_before_optimizer_step = lambda optimizer: edit(setting.model)
+def in_a_callback(model: Any, edit: Edit) -> None:
+    callback = L.Callback()
+    callback.on_before_optimizer_step = lambda trainer, module, optimizer: edit(module)
+    model.callbacks.append(callback)
 
 
-def between_steps(setting: Setting, edit: Edit) -> None:
-    setting.model.on_train_batch_end = lambda *_: edit(setting.model)
+def in_clipping(model: Any, edit: Edit) -> None:
+    model.configure_gradient_clipping = lambda optimizer, *_, **__: edit(model)
 
 
-def in_a_callback(setting: Setting, edit: Edit) -> None:
-    class Edits(L.Callback):
-        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-            edit(pl_module)
-
-    setting.callbacks.append(Edits())
-
-
-def in_clipping(setting: Setting, edit: Edit) -> None:
-    setting.model.configure_gradient_clipping = lambda optimizer, *_, **__: edit(setting.model)
-
-
-def in_a_hook_of_the_optimizer(setting: Setting, edit: Edit) -> None:
+def in_a_hook_of_the_optimizer(model: Any, edit: Edit) -> None:
     """It exchanges the closure."""
 
     def hook(optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -111,30 +145,26 @@ def in_a_hook_of_the_optimizer(setting: Setting, edit: Edit) -> None:
 
         def edited() -> Any:
             result = closure()
-            edit(setting.model)
+            edit(model)
             return result
 
         return args, {**kwargs, "closure": edited}
 
-    setting.model.on_train_start = lambda: register(setting.model, hook)
+    model.on_train_start = lambda: model.trainer.optimizers[0].register_step_pre_hook(hook)
 
 
-def in_a_hook_that_runs_the_closure(setting: Setting, edit: Edit) -> None:
+def in_a_hook_that_runs_the_closure(model: Any, edit: Edit) -> None:
     def hook(optimizer: Any, args: Any, kwargs: Any) -> Any:
         kwargs["closure"]()
-        edit(setting.model)
+        edit(model)
         return args, {**kwargs, "closure": None}
 
-    setting.model.on_train_start = lambda: register(setting.model, hook)
+    model.on_train_start = lambda: model.trainer.optimizers[0].register_step_pre_hook(hook)
 
 
-def register(model: Any, hook: Any) -> None:
-    model.trainer.optimizers[0].register_step_pre_hook(hook)
-
-
-def around_step(setting: Setting, edit: Edit) -> None:
+def around_step(model: Any, edit: Edit) -> None:
     """Schedulers do it like this: the attribute of the instance wraps the method."""
-    make = setting.model.configure_optimizers
+    make = model.configure_optimizers
 
     def configure_optimizers() -> Any:
         optimizer = make()
@@ -143,156 +173,58 @@ def around_step(setting: Setting, edit: Edit) -> None:
 
         def wrapped(closure: Any) -> Any:
             loss = closure()
-            edit(setting.model)
+            edit(model)
             step()
             return loss
 
         optimizer.step = wrapped
         return [optimizer], [scheduler]
 
-    setting.model.configure_optimizers = configure_optimizers
+    model.configure_optimizers = configure_optimizers
 
 
-def in_a_precision_plugin(setting: Setting, edit: Edit) -> None:
+def in_a_precision_plugin(model: Any, edit: Edit) -> None:
     class Edits(Precision):
         def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
             self._wrap_closure(model, optimizer, closure)
             edit(model)
             return optimizer.step(**kwargs)
 
-    setting.plugins.append(Edits())
+    model.plugins.append(Edits())
 
 
-def in_the_clipping_of_a_plugin(setting: Setting, edit: Edit) -> None:
+def in_the_clipping_of_a_plugin(model: Any, edit: Edit) -> None:
     class Edits(Precision):
         def clip_gradients(self, optimizer: Any, *unused: Any, **also: Any) -> None:
-            edit(setting.model)
+            edit(model)
 
-    setting.plugins.append(Edits())
+    model.plugins.append(Edits())
 
 
 PLACES = [
-    in_the_module,
-    in_a_callback,
-    in_clipping,
-    in_a_hook_of_the_optimizer,
-    in_a_hook_that_runs_the_closure,
-    around_step,
-    in_a_precision_plugin,
+    *(in_the_module, in_a_callback, in_clipping, in_a_hook_of_the_optimizer),
+    *(in_a_hook_that_runs_the_closure, around_step, in_a_precision_plugin),
     in_the_clipping_of_a_plugin,
 ]
-
-
-def by_hand(model: Any) -> None:
-    model.automatic_optimization = False
-
-
-# -- two steps of a small network with code of a user in between ---------------------------------
-
-
-@pytest.fixture
-def run(classifier, mlp, loader, make_trainer, weights):
-    """``run(place, edit, ...)``: two steps of a small network, whose noise is always the same."""
-
-    class Model(classifier):
-        def __init__(self) -> None:
-            super().__init__(mlp(), lambda params: torch.optim.SGD(params, lr=0.5))
-            self.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            self.loss = loss.detach()
-            if self.automatic_optimization:
-                return loss
-            return self.by_hand(loss)
-
-        def by_hand(self, loss: Tensor) -> None:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            self.before_step()
-            optimizer.step()
-
-        def before_step(self) -> None:
-            pass
-
-    def fit(
-        place: Callable[[Setting, Edit], None] = lambda setting, edit: None,
-        edit: Edit = lambda model: None,
-        *,
-        change: Callable[[Any], None] = lambda model: None,
-        declared: str | None = None,
-        trainer: dict[str, Any] | None = None,
-        **privacy: Any,
-    ) -> Tensor:
-        setting = Setting(Model(), [], [])
-        change(setting.model)
-        place(setting, edit)
-        run.model = setting.model
-        run.start = weights(setting.model)
-        checks = Checks(dry_run=False, comparisons=False, gradient_edits=declared)
-        settings = {"noise_multiplier": 0.5, "target_delta": 1e-5, "checks": checks}
-        run.privacy = DifferentialPrivacy(seed=1, **settings, **privacy)
-        options = {"max_steps": 2, "plugins": setting.plugins, **(trainer or {})}
-        run.trainer = make_trainer(callbacks=[*setting.callbacks, run.privacy], **options)
-        torch.manual_seed(0)
-        run.trainer.fit(setting.model, loader)
-        return weights(setting.model)
-
-    run = fit
-    return run
-
-
-@pytest.fixture
-def plain(run) -> Tensor:
-    """The weights after one step that nobody edits."""
-    return run(trainer={"max_steps": 1})
-
-
-@pytest.fixture
-def assert_refused_at_once(run, weights) -> Callable[..., None]:
-    """The first step is charged, nothing moves, and the message has the cure."""
-
-    def check(*arguments: Any, match: str = REFUSED, **options: Any) -> None:
-        with pytest.raises(MisconfigurationException, match=match):
-            run(*arguments, **options)
-        assert run.privacy.steps == 1
-        assert math.isfinite(run.privacy.epsilon)
-        assert torch.equal(weights(run.model), run.start)
-
-    return check
-
-
-@pytest.fixture
-def assert_voided(run, weights) -> Callable[..., None]:
-    """The second step does not reach the weights, and ε of the first one is withdrawn."""
-
-    def check(*arguments: Any, match: str = REFUSED, **options: Any) -> None:
-        after_one_step = run(*arguments, trainer={"max_steps": 1}, **options)
-        with pytest.raises(VoidedRunError, match=match):
-            run(*arguments, **options)
-        assert run.privacy.steps == 2
-        assert math.isinf(run.privacy.epsilon)
-        assert torch.equal(weights(run.model), after_one_step)
-
-    return check
-
-
-# -- edits that are refused ----------------------------------------------------------------------
+EDITS = [
+    *(adds_next_to_nothing, exchanges_the_memory, replaces, takes_one_away, makes_one_sparse),
+    clips_by_hand,
+]
 
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("place", "edit"),
-    [(place, scales) for place in PLACES] + [(in_the_module, edit) for edit in EDITS],
+    [*((place, scales) for place in PLACES), *((in_the_module, edit) for edit in EDITS)],
 )
-def test_an_edit_changes_the_training_and_is_refused(
-    place, edit, run, plain, assert_refused_at_once
-):
-    declared = run(place, edit, declared="some", trainer={"max_steps": 1})
-    assert not torch.equal(declared, plain)
+def test_an_edit_changes_the_training_and_is_refused(place, edit, run, stops):
+    edited = Model()
+    place(edited, edit)
+    assert not torch.equal(run(edited, "some", max_steps=1), run(Model(), max_steps=1))
 
-    assert_refused_at_once(place, edit)
+    edited = Model()
+    place(edited, edit)
+    stops(edited, REFUSED, **AT_ONCE)
 
 
 def copies(model: Any) -> None:
@@ -312,58 +244,59 @@ def scales_in_the_optimizer(model: Any) -> None:
     model.trainer.optimizers[0].grad_scale = torch.tensor(2.0)
 
 
+def gives_to_a_frozen_one(model: Any) -> None:
+    model.frozen.grad = torch.ones_like(model.frozen)
+
+
+def scales_later(model: Any) -> None:
+    if model.global_step == 1:
+        scales(model)
+
+
+NAMED = "Model.on_before_optimizer_step"
+FROZEN = r"would move the frozen parameters \['frozen'\]"
+
+
 @pytest.mark.parametrize(
-    "edit",
-    [copies, clips_at_a_norm_that_is_never_reached, takes_a_parameter_out, scales_in_the_optimizer],
+    ("place", "edit", "match", "options"),
+    [
+        # what changes nothing yet, or what the optimizer is told
+        (in_the_module, copies, NAMED, AT_ONCE),
+        (in_the_module, clips_at_a_norm_that_is_never_reached, NAMED, AT_ONCE),
+        (in_the_module, takes_a_parameter_out, NAMED, AT_ONCE),
+        (in_the_module, scales_in_the_optimizer, NAMED, AT_ONCE),
+        # a gradient of a frozen parameter, also where edits are declared
+        (in_the_module, gives_to_a_frozen_one, FROZEN, AT_ONCE),
+        (in_the_module, gives_to_a_frozen_one, FROZEN, {"declared": "others", **AT_ONCE}),
+        # hidden by the clipping after it, in a later step, in manual optimization
+        (in_the_module, scales, REFUSED, {"gradient_clip_val": 1e-3, **AT_ONCE}),
+        (in_a_callback, scales_later, REFUSED, LATER),
+    ],
 )
-def test_so_is_one_that_changes_nothing_yet_or_what_the_optimizer_is_told(
-    edit, assert_refused_at_once
-):
-    assert_refused_at_once(in_the_module, edit, match="Model.on_before_optimizer_step")
+def test_edits_of_other_kinds_end_the_run(place, edit, match, options, stops):
+    model = Model()
+    place(model, edit)
+    stops(model, match, **options)
 
 
-def test_a_gradient_of_a_frozen_parameter_is_refused(assert_refused_at_once):
-    def gives(model: Any) -> None:
-        model.frozen.grad = torch.ones_like(model.frozen)
+def test_an_edit_in_manual_optimization_is_refused_also_where_the_error_is_caught(run, stops):
+    model = Model(by_hand=True)
+    in_the_module(model, scales)
+    stops(model, r"call self.clip_gradients\(\) with constants", **AT_ONCE)
 
-    match = r"would move the frozen parameters \['frozen'\]"
-    assert_refused_at_once(in_the_module, gives, match=match)
-    assert_refused_at_once(in_the_module, gives, match=match, declared="others")
+    model = Model(by_hand=True)
+    in_the_module(model, scales)
+    before, by_hand = flat(model), model.by_hand
 
+    def stubborn(loss: Tensor) -> None:
+        with contextlib.suppress(MisconfigurationException):
+            by_hand(loss)
+        model.optimizers().optimizer.step()
 
-def test_an_edit_in_manual_optimization_is_refused(assert_refused_at_once):
-    assert_refused_at_once(
-        in_the_module, scales, change=by_hand, match=r"call self.clip_gradients\(\) with constants"
-    )
-
-
-def test_an_edit_of_a_later_step_voids_the_run(assert_voided):
-    def later(model: Any) -> None:
-        if model.global_step == 1:
-            scales(model)
-
-    assert_voided(in_a_callback, later)
-
-
-def test_an_edit_is_not_hidden_by_the_clipping_after_it(assert_refused_at_once):
-    assert_refused_at_once(in_the_module, scales, trainer={"gradient_clip_val": 1e-3})
-
-
-def test_an_error_that_was_caught_does_not_let_the_next_step_pass(run, weights):
-    def change(model: Any) -> None:
-        by_hand(model)
-        original = model.by_hand
-
-        def stubborn(loss: Tensor) -> None:
-            with contextlib.suppress(MisconfigurationException):
-                original(loss)
-            model.optimizers().optimizer.step()
-
-        model.by_hand = stubborn
-
+    model.by_hand = stubborn
     with pytest.raises(RuntimeError, match="gradients that were not made private"):
-        run(in_the_module, scales, change=change)
-    assert torch.equal(weights(run.model), run.start)
+        run(model)
+    assert torch.equal(flat(model), before)
 
 
 # -- reading, clipping and declared edits --------------------------------------------------------
@@ -371,165 +304,6 @@ def test_an_error_that_was_caught_does_not_let_the_next_step_pass(run, weights):
 
 def reads_the_norm(model: Any) -> None:
     model.norm = torch.stack([param.grad.norm() for param in trained(model)]).norm()
-
-
-def test_reading_the_gradients_is_no_edit(run, plain):
-    assert torch.equal(run(in_the_module, reads_the_norm, trainer={"max_steps": 1}), plain)
-
-
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_lightnings_clipping_passes_and_clips_the_private_gradient(algorithm, run, plain):
-    clip = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": algorithm}
-
-    automatic = run(trainer=clip)
-
-    moved = (automatic - run.start).abs()
-    assert 0 < moved.max() <= 2 * 0.5 * 1e-3 * (1 + 1e-5)  # two steps of lr 0.5
-    assert torch.equal(run(in_clipping, clips_as_documented, trainer=clip), automatic)
-
-
-def clips_as_documented(model: Any) -> None:
-    trainer = model.trainer
-    algorithm = trainer.gradient_clip_algorithm or "norm"
-    model.clip_gradients(trainer.optimizers[0], trainer.gradient_clip_val or 1e-3, algorithm)
-
-
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_clip_gradients_clips_the_private_gradient_in_manual_optimization(algorithm, run):
-    """It is called when there is no gradient yet, since the release is part of the step."""
-
-    def change(model: Any) -> None:
-        by_hand(model)
-        model.before_step = lambda: model.clip_gradients(model.optimizers(), 1e-3, algorithm)
-
-    clipped = run(change=change)
-
-    clip = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": algorithm}
-    assert torch.equal(clipped, run(trainer=clip))
-
-
-def clips_at_the_loss(model: Any) -> None:
-    model.clip_gradients(model.trainer.optimizers[0], 1e-3 * float(model.loss), "norm")
-
-
-def clips_at_the_second_step(model: Any) -> None:
-    if model.global_step:
-        model.clip_gradients(model.trainer.optimizers[0], 1e-3, "norm")
-
-
-@pytest.mark.parametrize("clips", [clips_at_the_loss, clips_at_the_second_step])
-def test_clipping_that_is_not_that_of_the_first_step_voids_the_run(clips, assert_voided):
-    assert_voided(in_clipping, clips, match="otherwise than in the first step")
-
-
-def test_a_clipping_that_the_module_leaves_out_all_along_passes(run, plain):
-    clip = {"gradient_clip_val": 1e-3, "max_steps": 1}
-
-    assert torch.equal(run(in_clipping, lambda model: None, trainer=clip), plain)
-
-
-def test_a_declared_edit_is_printed_by_the_report(run):
-    run(in_the_module, scales, declared="halved", trainer={"max_steps": 1})
-
-    report = run.privacy.report()
-
-    line = "gradient edits: halved (declared by the user, not checked)"
-    assert line in str(report)
-    assert "halved (declared by the user, not checked)" in report.markdown()
-    assert report.to_dict()["gradient_edits"] == "halved"
-    assert PrivacyReport.from_dict(report.to_dict()) == report
-
-
-# -- moments of the optimizer, and steps that are left out ---------------------------------------
-
-
-def adam(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=0.1)
-
-
-def damps_moments(model: Any) -> None:
-    for state in model.trainer.optimizers[0].state.values():
-        state["exp_avg"].mul_(0.5)
-
-
-def forgets_moments(model: Any) -> None:
-    model.trainer.optimizers[0].state.clear()
-
-
-def replaces_moments(model: Any) -> None:
-    for state in model.trainer.optimizers[0].state.values():
-        state["exp_avg"] = state["exp_avg"] * 0.5
-
-
-@pytest.mark.parametrize("edit", [damps_moments, forgets_moments, replaces_moments])
-@pytest.mark.parametrize("place", [between_steps, in_the_module])
-def test_an_edit_of_the_moments_of_the_optimizer_voids_the_run(place, edit, run, assert_voided):
-    def change(model: Any) -> None:
-        model.make_optimizer = adam
-
-    assert_voided(place, edit, change=change, match=r"its state.*between two steps")
-    run(place, edit, change=change, declared="moments are damped")
-
-
-def steps_if(model: Any, condition: Callable[[Any], bool]) -> None:
-    """In manual optimization."""
-    by_hand(model)
-
-    def step(loss: Tensor) -> None:
-        model.manual_backward(loss)
-        if condition(model):
-            model.optimizers().step()
-
-    model.by_hand = step
-
-
-SKIPPED = r"some batches and not for others.*gradient_edits="
-
-
-def test_a_step_that_is_left_out_voids_the_run(run, weights):
-    only_the_first = {"change": lambda m: steps_if(m, lambda model: model.global_step == 0)}
-
-    with pytest.raises(VoidedRunError, match=SKIPPED):
-        run(trainer={"max_steps": -1, "max_epochs": 1}, **only_the_first)
-    assert run.privacy.steps == 2
-
-
-def test_a_step_left_out_of_optimizer_step_voids_the_run(run):
-    def change(model: Any) -> None:
-        def optimizer_step(epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
-            closure()
-            if batch_idx != 1:
-                optimizer.step()
-
-        model.optimizer_step = optimizer_step
-
-    with pytest.raises(VoidedRunError, match=SKIPPED):
-        run(change=change)
-
-
-def test_a_first_step_after_batches_without_one_is_refused(run, weights):
-    def change(model: Any) -> None:
-        model.batches = 0
-
-        def every_third(model: Any) -> bool:
-            model.batches += 1
-            return model.batches % 3 == 0
-
-        steps_if(model, every_third)
-
-    whole = {"trainer": {"max_steps": -1, "max_epochs": 1}, "change": change}
-    with (
-        pytest.raises(MisconfigurationException, match=SKIPPED),
-        pytest.warns(PrivacyWarning, match="charged and never released"),
-    ):
-        run(**whole)
-    assert run.privacy.steps == 3
-    assert math.isfinite(run.privacy.epsilon)
-    assert torch.equal(weights(run.model), run.start)
-
-    with pytest.warns(PrivacyWarning, match="charged and never released"):
-        run(declared="every third batch is stepped for", **whole)
-    assert not torch.equal(weights(run.model), run.start)
 
 
 class CountsFirst(torch.optim.SGD):
@@ -546,34 +320,171 @@ class CountsFirst(torch.optim.SGD):
         return loss
 
 
-def test_what_an_optimizer_does_in_its_own_step_is_its_own(run, plain):
-    def change(model: Any) -> None:
-        model.make_optimizer = lambda params: CountsFirst(params, lr=1.0)
+def counts_first(model: Any, edit: Edit) -> None:
+    model.make_optimizer = lambda params: CountsFirst(params, lr=1.0)
 
-    assert torch.equal(run(change=change, trainer={"max_steps": 1}), plain)
-    run(change=change)
+
+@pytest.mark.parametrize(
+    ("place", "edit", "options"),
+    [
+        (in_the_module, reads_the_norm, {}),
+        (counts_first, reads_the_norm, {}),  # what an optimizer does in its own step is its own
+        # a clipping that the module leaves out all along
+        (in_clipping, lambda model: None, {"gradient_clip_val": 1e-3}),
+    ],
+)
+def test_what_is_no_edit_changes_nothing(place, edit, options, run):
+    model = Model()
+    place(model, edit)
+    found = run(model, max_steps=1, **options)
+    assert torch.equal(found, run(Model(), max_steps=1))
+
+
+def clips_as_documented(model: Any) -> None:
+    trainer = model.trainer
+    algorithm = trainer.gradient_clip_algorithm or "norm"
+    model.clip_gradients(trainer.optimizers[0], trainer.gradient_clip_val or 1e-3, algorithm)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clipping_by_lightning_passes_and_clips_the_private_gradient(algorithm, run):
+    clip = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": algorithm}
+    start, automatic = flat(Model()), run(Model(), **clip)
+    assert 0 < (automatic - start).abs().max() <= 2 * 0.5 * 1e-3 * (1 + 1e-5)  # two steps of 0.5
+
+    documented, manual = Model(), Model(by_hand=True)
+    in_clipping(documented, clips_as_documented)
+    assert torch.equal(run(documented, **clip), automatic)
+    # Called when there is no gradient yet, since the release is part of the step.
+    manual.before_step = lambda: manual.clip_gradients(manual.optimizers(), 1e-3, algorithm)
+    assert torch.equal(run(manual), automatic)
+
+
+def clips_at_the_loss(model: Any) -> None:
+    model.clip_gradients(model.trainer.optimizers[0], 1e-3 * float(model.loss), "norm")
+
+
+def clips_at_the_second_step(model: Any) -> None:
+    if model.global_step:
+        model.clip_gradients(model.trainer.optimizers[0], 1e-3, "norm")
+
+
+@pytest.mark.parametrize("clips", [clips_at_the_loss, clips_at_the_second_step])
+def test_clipping_that_is_not_that_of_the_first_step_voids_the_run(clips, stops):
+    model = Model()
+    in_clipping(model, clips)
+    stops(model, "otherwise than in the first step", **LATER)
+
+
+def test_a_declared_edit_is_printed_by_the_report(run):
+    model = Model()
+    in_the_module(model, scales)
+    run(model, "halved", max_steps=1)
+    report = run.privacy.report()
+    assert "gradient edits: halved (declared by the user, not checked)" in str(report)
+    assert "halved (declared by the user, not checked)" in report.markdown()
+    assert report.to_dict()["gradient_edits"] == "halved"
+    assert PrivacyReport.from_dict(report.to_dict()) == report
+
+
+# -- moments of the optimizer, and steps that are left out ---------------------------------------
+
+
+def damps_moments(model: Any) -> None:
+    for state in model.trainer.optimizers[0].state.values():
+        state["exp_avg"].mul_(0.5)
+
+
+def forgets_moments(model: Any) -> None:
+    model.trainer.optimizers[0].state.clear()
+
+
+def replaces_moments(model: Any) -> None:
+    for state in model.trainer.optimizers[0].state.values():
+        state["exp_avg"] = state["exp_avg"] * 0.5
+
+
+@pytest.mark.parametrize(
+    ("place", "edit"),
+    [
+        (between_steps, damps_moments),
+        (between_steps, forgets_moments),
+        (in_the_module, replaces_moments),
+        (in_the_module, damps_moments),
+    ],
+)
+def test_an_edit_of_the_moments_of_the_optimizer_voids_the_run(place, edit, run, stops):
+    for declared in (None, "moments are damped"):
+        model = Model()
+        model.make_optimizer = lambda params: torch.optim.Adam(params, lr=0.1)
+        place(model, edit)
+        if declared is None:
+            stops(model, "its state.*between two steps", **LATER)
+        else:
+            run(model, declared)
+
+
+def steps_if(condition: Callable[[Any], bool]) -> Any:
+    model = Model(by_hand=True)
+
+    def step(loss: Tensor) -> None:
+        model.manual_backward(loss)
+        if condition(model):
+            model.optimizers().step()
+
+    model.by_hand = step
+    return model
+
+
+def leaves_out_a_step() -> Any:
+    model = Model()
+
+    def optimizer_step(epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        closure()
+        if batch_idx != 1:
+            optimizer.step()
+
+    model.optimizer_step = optimizer_step
+    return model
+
+
+def test_a_step_that_is_left_out_voids_the_run(stops):
+    stops(steps_if(lambda model: model.global_step == 0), SKIPPED, **{**LATER, **EPOCH})
+    counted = {**LATER, "released": 2}  # by Lightning: its loop called optimizer_step
+    stops(leaves_out_a_step(), SKIPPED, **counted)
+
+
+def test_a_first_step_after_batches_without_one_is_refused(run, stops):
+    def every_third() -> Any:
+        batches: list[int] = []
+        return steps_if(lambda model: bool(batches.append(1)) or len(batches) % 3 == 0)
+
+    with pytest.warns(PrivacyWarning, match="charged and never released"):
+        stops(every_third(), SKIPPED, charged=3, gradient_left=True, **EPOCH)
+    with pytest.warns(PrivacyWarning, match="charged and never released"):
+        found = run(every_third(), "every third batch is stepped for", **EPOCH)
+    assert not torch.equal(found, flat(Model()))
 
 
 # -- a backward pass of the module's own -----------------------------------------------------------
 
 
-def backward_by(how: Callable[[Tensor], None]) -> Callable[[Any], None]:
-    """Let the model go back by a function of its own."""
+def backward_by(how: Callable[[Tensor], Any]) -> Any:
+    def backward(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        how(loss)
 
-    def change(model: Any) -> None:
-        def backward(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            how(loss)
-
-        model.__class__ = type("Own", (type(model),), {"backward": backward})
-
-    return change
+    model = Model()
+    model.__class__ = type("Own", (Model,), {"backward": backward})
+    return model
 
 
 @pytest.mark.parametrize("engine", ["auto", "hooks", "records", "one_by_one"])
-def test_a_backward_of_ones_own_starts_from_the_loss(run, engine):
-    plain = run(engine=engine)
-    own = run(engine=engine, change=backward_by(lambda loss: loss.backward()))
-    assert torch.equal(own, plain)
+def test_a_backward_of_ones_own_starts_from_the_loss(fit, engine):
+    weights = []
+    for model in (Model(), backward_by(lambda loss: loss.backward())):
+        fit(model, private(seed=1, engine=engine), max_steps=2)
+        weights.append(flat(model))
+    assert torch.equal(*weights)
 
 
 @pytest.mark.parametrize("engine", ["auto", "records"])
@@ -587,8 +498,7 @@ def test_a_backward_of_ones_own_starts_from_the_loss(run, engine):
     ],
     ids=["scaled", "by_itself", "twice", "not_at_all"],
 )
-def test_a_backward_from_something_else_is_refused(run, how, engine):
-    with pytest.raises(
-        (MisconfigurationException, VoidedRunError), match="scale it in training_step"
-    ):
-        run(engine=engine, change=backward_by(how))
+def test_a_backward_from_something_else_is_refused(fit, how, engine):
+    refused = (MisconfigurationException, VoidedRunError)
+    with pytest.raises(refused, match="scale it in training_step"):
+        fit(backward_by(how), private(engine=engine), max_steps=2)
