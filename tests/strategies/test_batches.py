@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -50,8 +48,8 @@ def test_the_chi_square_test_rejects_shuffled_epochs_and_a_wrong_rate():
 
 
 @pytest.fixture
-def model(recording, mlp):
-    return recording(mlp())
+def model(recording):
+    return recording()
 
 
 @pytest.fixture
@@ -63,9 +61,6 @@ def loaded(numbered):
         return DataLoader(numbered(), batch_size=batch_size, shuffle=True, **options)
 
     return make
-
-
-# -- batches --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -121,24 +116,16 @@ def test_max_steps_counts_noised_steps(accumulate, model, loaded, fit):
     assert_poisson(model.batches, 12 * accumulate / N)
 
 
-class StopAfter(L.Callback):
-    """An early stop by anything else than the budget."""
-
-    def __init__(self, chunks):
-        self.chunks = chunks
-
-    def on_train_batch_end(self, trainer, *args, **kwargs):
-        self.chunks -= 1
-        trainer.should_stop = trainer.should_stop or self.chunks <= 0
-
-
 @pytest.mark.parametrize(("chunks", "made", "charged"), [(34, 17, 17), (35, 17, 18)])
 def test_an_early_stop_charges_the_batches_that_were_looked_at(
-    chunks, made, charged, model, loaded, fit
+    chunks, made, charged, model, loaded, fit, at_each_step
 ):
+    def stop(trainer, module):
+        trainer.should_stop = sum(model.chunk_counts) >= chunks
+
     privacy = private()
     options = {"max_epochs": 5, "accumulate_grad_batches": 2}
-    trainer = fit(model, privacy, loaded(6), callbacks=[StopAfter(chunks)], **options)
+    trainer = fit(model, privacy, loaded(6), callbacks=[at_each_step(stop)], **options)
 
     assert trainer.global_step == made
     assert len(model.batches) == privacy.steps == charged
@@ -208,67 +195,3 @@ def test_a_batch_size_beyond_the_data_set_is_a_full_batch(model, loaded, fit, ch
 
     assert [sorted(batch) for batch in model.batches] == [list(range(N))] * 3
     assert [event.pair for event in charges()] == [(1.0, 1.0)] * 3
-
-
-# -- data modules, workers, collate functions and reloaded loaders ---------------------------------
-
-
-def test_a_data_module_with_workers(privacy, classifier, mlp, loader, blobs, fit, assert_trained):
-    class Blobs(L.LightningDataModule):
-        def train_dataloader(self):
-            options = {"num_workers": 2, "persistent_workers": True}
-            return DataLoader(blobs, batch_size=24, shuffle=True, **options)
-
-        def val_dataloader(self):
-            return DataLoader(blobs, batch_size=60)
-
-    model = classifier(mlp(), lambda params: torch.optim.SGD(params, lr=0.5))
-    trainer = fit(model, privacy, Blobs(), max_epochs=2)
-
-    assert_trained(trainer, model, privacy, loader, classifier(mlp()), steps=20)
-
-
-def test_custom_collate_with_strings(privacy, classifier, mlp, blobs, loader, fit, assert_trained):
-    def collate(records):
-        x, y = zip(*records, strict=True)
-        names = [f"class {int(label)}" for label in y]
-        return {"x": torch.stack(x), "names": names, "meta": {"source": "blobs"}}
-
-    class Strings(classifier):
-        def training_step(self, batch, batch_idx):
-            assert batch["meta"] == {"source": "blobs"}
-            y = torch.tensor([int(name.removeprefix("class ")) for name in batch["names"]])
-            return nn.functional.cross_entropy(self(batch["x"]), y)
-
-    model = Strings(mlp(), lambda params: torch.optim.SGD(params, lr=0.5))
-    data = DataLoader(blobs, batch_size=24, collate_fn=collate)
-    trainer = fit(model, privacy, data, max_epochs=2)
-
-    assert_trained(trainer, model, privacy, loader, classifier(mlp()), steps=20)
-
-
-class Reloads(L.LightningDataModule):
-    def __init__(self, data, sizes):
-        super().__init__()
-        self.data, self.sizes, self.made = data, sizes, 0
-
-    def train_dataloader(self):
-        self.made += 1
-        return DataLoader(self.data, batch_size=self.sizes[self.made - 1], shuffle=True)
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_reloading_the_loader_every_epoch(accumulate, privacy, classifier, mlp, blobs, fit):
-    data = Reloads(blobs, [24, 24])
-    options = {"max_epochs": 2, "accumulate_grad_batches": accumulate}
-    trainer = fit(classifier(mlp()), privacy, data, reload_dataloaders_every_n_epochs=1, **options)
-
-    assert data.made == 2
-    assert trainer.global_step == privacy.steps == 2 * math.ceil(10 / accumulate)
-
-
-def test_a_reloaded_loader_of_another_size_is_refused(privacy, classifier, mlp, blobs, fit):
-    data = Reloads(blobs, [24, 12])
-    with pytest.raises(ValueError, match="batches changed during the run"):
-        fit(classifier(mlp()), privacy, data, max_epochs=2, reload_dataloaders_every_n_epochs=1)
-    assert privacy.steps == 10

@@ -52,13 +52,12 @@ from lightning_dp.accounting.events import (
 from lightning_dp.accounting.gdp import gdp_epsilon
 from lightning_dp.accounting.rdp import OneOrderAccountant
 from lightning_dp.audit import audit
-from lightning_dp.run import PrivateRun
-from lightning_dp.sampling import BatchPlan
 from lightning_dp.sampling.loader import ChunkSampler, PrivateDataLoader
 from lightning_dp.sampling.stream import _pickled, by_place
 from lightning_dp.strategies.data import _checked_stream
 from tests.zoo import flat, private
 
+UNCHECKED = Checks(dry_run=False, comparisons=False)
 CYCLIC = {"sampling": CyclicPoisson(4), "noise": BandedNoise(4)}
 FIXED = {"sampling": FixedOrder(), "relation": "zero_out"}
 LAMBDA = {**FIXED, "noise": LambdaCGD(0.8)}
@@ -102,9 +101,7 @@ class Flat(L.LightningModule):
 @pytest.fixture
 def classifier(classifier: type[Any], mlp: Any) -> Any:
     """Made without arguments."""
-    return type(
-        "Named", (classifier,), {"__init__": lambda self, *_: classifier.__init__(self, mlp())}
-    )
+    return type("Small", (classifier,), {"__init__": lambda s, *_: classifier.__init__(s, mlp())})
 
 
 @pytest.fixture
@@ -175,18 +172,14 @@ def test_an_allocated_epoch_has_each_record_once(recording, fit, numbered, worke
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_batches_with_a_limit_take_no_more_and_the_report_names_it(
-    recording, fit, numbered, charges, accumulate
+    recording, fit, numbered, charges, at_each_step, accumulate
 ):
     loader = DataLoader(numbered(), batch_size=24 // accumulate)
     model, privacy = recording(), private(target_epsilon=3.0, **LIMITED)
     sizes: list[int] = []
-
-    class Sizes(L.Callback):
-        def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
-            sizes.append(trainer.train_dataloader.current.size)
-
+    look = at_each_step(lambda trainer, _: sizes.append(trainer.train_dataloader.current.size))
     options = {"max_epochs": 6, "accumulate_grad_batches": accumulate}
-    fit(model, privacy, loader, callbacks=[Sizes()], **options)
+    fit(model, privacy, loader, callbacks=[look], **options)
     assert max(map(len, model.batches)) == 30
     assert max(sizes) <= -(-30 // accumulate)
     z = charges()[0].noise_multiplier
@@ -209,33 +202,19 @@ def test_a_limit_that_whole_batches_never_reach_takes_no_step_away(
     assert 2.98 < privacy.epsilon <= 3.0
 
 
-def test_the_records_of_one_process_are_what_a_limit_is_charged_for(tmp_path):
-    config = private(**LIMITED).config
-    run = PrivateRun(config)
-    run.use_batches(BatchPlan(1001, 0.02, 1, 50), processes=2)
-    run.start(10, World(), tmp_path)
-    assert run.mechanism.plan.event(3) == TruncatedGaussian(1.0, 0.02, 30, 501)
-
-
-def test_a_fixed_order_has_the_batches_of_the_loader(recording, fit, numbered):
-    loader = DataLoader(numbered(100), batch_size=24, num_workers=1, persistent_workers=True)
-    model, privacy = recording(), private(**FIXED)
+@pytest.mark.parametrize("shuffles", [False, True])
+def test_a_fixed_order_has_the_batches_of_the_loader_or_one_that_repeats(
+    recording, fit, numbered, shuffles
+):
+    reads_ahead = {"num_workers": 1, "persistent_workers": True}
+    loader = DataLoader(numbered(100), batch_size=24, shuffle=shuffles, **reads_ahead)
+    model, privacy = recording(), private(**{**FIXED, "sampling": FixedOrder(shuffle=shuffles)})
     fit(model, privacy, loader, max_epochs=2)
-    assert (
-        model.batches[:5]
-        == model.batches[5:]
-        == [list(range(start, min(start + 24, 100))) for start in range(0, 100, 24)]
-    )
+    assert model.batches[:5] == model.batches[5:]
+    order = [record for batch in model.batches[:5] for record in batch]
+    assert sorted(order) == list(range(100)) and (order != sorted(order)) == shuffles
+    assert list(map(len, model.batches[:5])) == [24] * 4 + [4]
     assert privacy.epsilon == pytest.approx(gdp_epsilon(math.sqrt(2), 1e-5), rel=1e-9)
-
-
-def test_shuffled_once_is_another_order_that_repeats(recording, fit, numbered):
-    model = recording()
-    privacy = private(sampling=FixedOrder(shuffle=True), relation="zero_out")
-    fit(model, privacy, DataLoader(numbered(), batch_size=24, shuffle=True), max_epochs=2)
-    assert model.batches[:10] == model.batches[10:]
-    order = [record for batch in model.batches[:10] for record in batch]
-    assert sorted(order) == list(range(240)) != order
 
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -302,16 +281,6 @@ def test_a_stop_inside_is_paid_in_full(
     assert privacy.epsilon == PLDAccountant().epsilon(whole, 1e-5, privacy.config.relation) > 0
 
 
-def test_a_run_that_ends_inside_a_round_is_charged_for_no_more_steps(classifier, fit, ordered):
-    privacy = private(**CYCLIC)
-    fit(classifier(), privacy, ordered, max_steps=6)
-    assert privacy.steps == 6
-    assert privacy._run.ledger.history() == [
-        (CyclicRound(1.0, 0.4, 4), 1),
-        (CyclicRound(1.0, 0.4, 2), 1),
-    ]
-
-
 def test_training_stops_before_the_charge_that_would_exceed_the_budget(classifier, fit, ordered):
     privacy = private(target_epsilon=3.0, noise_multiplier=2.0, **FIXED)
     trainer = fit(classifier(), privacy, ordered, max_epochs=5)
@@ -353,12 +322,17 @@ def test_a_resume_begins_a_new_block_and_pays_for_it(
         assert model.batches[0] == list(range(144, 168))
 
 
-def test_a_second_fit_of_a_callback_is_another_block(classifier, fit, ordered, charges):
+def test_a_second_fit_of_a_callback_is_another_block_and_ends_inside_a_round(
+    classifier, fit, ordered
+):
     privacy, model = private(**CYCLIC), classifier()
-    fit(model, privacy, ordered, max_steps=5)
+    fit(model, privacy, ordered, max_steps=6)
     first = privacy._run._fit.draw
-    fit(model, privacy, ordered, max_steps=5)
-    assert [event.steps for event in charges()] == [4, 1, 4, 1]
+    assert privacy.steps == 6  # no more steps than were made
+    whole, rest = (CyclicRound(1.0, 0.4, 4), 1), (CyclicRound(1.0, 0.4, 2), 1)
+    assert privacy._run.ledger.history() == [whole, rest]
+    fit(model, privacy, ordered, max_steps=6)
+    assert privacy._run.ledger.history() == [(whole[0], 2), (rest[0], 2)]
     assert privacy._run._fit.draw is not first
 
 
@@ -366,26 +340,28 @@ def test_a_second_fit_of_a_callback_is_another_block(classifier, fit, ordered, c
 
 
 @pytest.mark.parametrize("options", [CYCLIC, LAMBDA, BANDED], ids=["cyclic", "lambda", "banded"])
-def test_nothing_that_is_remembered_is_saved(fit, numbered, classifier, tmp_path, options):
+def test_nothing_that_is_remembered_is_saved(
+    fit, numbered, classifier, tmp_path, at_each_step, options
+):
     found: dict[str, Any] = {}
 
-    class Look(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-            if trainer.global_step != 9:
-                return
+    def look(trainer: L.Trainer, module: Any) -> None:
+        if trainer.global_step == 9:
             mechanism = privacy._run.mechanism
             found["past"] = [past.clone() for past in mechanism.noise._past]
-            rng = np.random.default_rng(0)
-            found["part"] = privacy._run._fit.draw(0, 0.25, rng)
+            found["part"] = privacy._run._fit.draw(0, 0.25, np.random.default_rng(0))
             trainer.save_checkpoint(tmp_path / "saved.ckpt")
-            found["state"] = pickle.dumps(mechanism.state_dict())
-            found["pickles"] = pickle.dumps((mechanism.noise, privacy._run.config))
-            found["copied"] = pickle.dumps(privacy._run._fit.__getstate__()["draw"])
-            found["repr"] = repr(mechanism) + repr(privacy._run._fit)
+            found["told"] = [
+                pickle.dumps(mechanism.state_dict()),
+                pickle.dumps((mechanism.noise, privacy._run.config)),
+                pickle.dumps(privacy._run._fit.__getstate__()["draw"]),
+                (repr(mechanism) + repr(privacy._run._fit)).encode(),
+            ]
 
     data = TensorDataset(*numbered().tensors[:2])
     privacy = private(**options)
-    fit(classifier(), privacy, DataLoader(data, batch_size=24), callbacks=[Look()], max_epochs=2)
+    loader = DataLoader(data, batch_size=24)
+    fit(classifier(), privacy, loader, callbacks=[at_each_step(look)], max_epochs=2)
     assert len(found["past"]) == min(options["noise"].bands - 1, 9 if options is not LAMBDA else 1)
     written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert len(written) >= 3  # checkpoint, journal, report
@@ -394,13 +370,7 @@ def test_nothing_that_is_remembered_is_saved(fit, numbered, classifier, tmp_path
     secrets += [repr(float(past[0])).encode() for past in found["past"]]
     if options is CYCLIC:
         secrets += [places[:64], str(found["part"][:6].tolist()).encode()]
-    for content in (
-        *written,
-        found["state"],
-        found["pickles"],
-        found["copied"],
-        found["repr"].encode(),
-    ):
+    for content in (*written, *found["told"]):
         assert not any(secret in content for secret in secrets)
     assert privacy._run.mechanism.noise._past == []  # forgotten with the fit
 
@@ -450,20 +420,6 @@ def test_what_goes_with_limits_and_allocations_is_accepted():
         PrivacyConfig(target_delta=1e-5, noise_multiplier=1.0, **options)
 
 
-def test_a_loader_that_shuffles_each_epoch_has_no_fixed_order(classifier, fit, loader):
-    with pytest.raises(MisconfigurationException, match=r"shuffle=True, which draws another order"):
-        fit(classifier(), private(**FIXED), loader, max_epochs=2)
-
-
-@pytest.mark.parametrize(
-    "options", [CYCLIC, FIXED, ALLOCATED], ids=["cyclic", "fixed", "allocated"]
-)
-def test_reloaded_loaders_are_refused(classifier, fit, ordered, options):
-    with pytest.raises(MisconfigurationException, match="reload_dataloaders_every_n_epochs"):
-        reloaded = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
-        fit(classifier(), private(**options), ordered, **reloaded)
-
-
 @pytest.mark.parametrize("options", [CYCLIC, FIXED], ids=["cyclic", "fixed"])
 def test_an_optimizer_step_left_out_ends_the_run(classifier, fit, ordered, options):
     """Otherwise records would come back one step too soon."""
@@ -484,41 +440,36 @@ def test_an_optimizer_step_left_out_ends_the_run(classifier, fit, ordered, optio
     assert privacy.steps == (4 if options is CYCLIC else 10)
 
 
-def test_the_mechanism_itself_refuses_a_step_on_an_unfinished_one(classifier, fit, ordered):
+def test_a_run_refuses_a_step_on_an_unfinished_one_and_its_copy_any_batch(classifier, fit, ordered):
     asked: list[str] = []
 
-    class Again(L.Callback):
-        def on_before_zero_grad(self, trainer: L.Trainer, *args: Any) -> None:
-            mechanism = privacy._run.mechanism
-            if mechanism.is_begun:
-                with pytest.raises(RefusedRun, match="was not finished"):
-                    mechanism.ask(list(trainer.lightning_module.parameters()))
-                asked.append("again")
+    def ask(optimizer: Any) -> None:
+        mechanism = privacy._run.mechanism
+        if mechanism.is_begun:
+            with pytest.raises(RefusedRun, match="was not finished"):
+                mechanism.ask(list(model.parameters()))
+            asked.append("again")
 
-    privacy = private(**CYCLIC)
-    fit(classifier(), privacy, ordered, max_steps=2, callbacks=[Again()])
+    model, privacy = classifier(), private(**CYCLIC)
+    model.on_before_zero_grad = ask
+    fit(model, privacy, ordered, max_steps=2)
     assert asked
-
-
-def test_a_copy_of_a_run_draws_no_batches(classifier, fit, ordered):
-    privacy = private(**CYCLIC)
-    fit(classifier(), privacy, ordered, max_steps=2)
     copied = pickle.loads(pickle.dumps(privacy._run))
     with pytest.raises(RefusedRun, match="A copy of a run draws no batches"):
         copied.draw(0, 0.1, np.random.default_rng())
 
 
 def test_a_ledger_with_a_fixed_order_has_no_add_remove(classifier, fit, ordered):
-    privacy = private(noise_multiplier=3.0)
-    privacy._run.ledger.begin("another fit")
-    privacy._run.ledger.charge(FixedOrderPass(3.0, 10))
-    with pytest.raises(RefusedSetting, match=r"add_remove' has no bound.*zero_out"):
+    for relation in ("add_remove", "zero_out"):
+        privacy = private(noise_multiplier=3.0, relation=relation)
+        privacy._run.ledger.begin("another fit")
+        privacy._run.ledger.charge(FixedOrderPass(3.0, 10))
+        if relation == "add_remove":
+            with pytest.raises(RefusedSetting, match=r"add_remove' has no bound.*zero_out"):
+                fit(classifier(), privacy, ordered, max_epochs=1)
+            continue
         fit(classifier(), privacy, ordered, max_epochs=1)
-    privacy = private(noise_multiplier=3.0, relation="zero_out")
-    privacy._run.ledger.begin("another fit")
-    privacy._run.ledger.charge(FixedOrderPass(3.0, 10))
-    fit(classifier(), privacy, ordered, max_epochs=1)
-    assert privacy.steps == 20
+        assert privacy.steps == 20
 
 
 @pytest.mark.parametrize("options", [CYCLIC, LIMITED], ids=["cyclic", "limited"])
@@ -593,26 +544,60 @@ def test_workers_give_each_record_once_in_one_order(recording, fit, numbered, pe
     assert "two workers" in " ".join(privacy.report().not_covered)
 
 
+class Endless(IterableDataset):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([])
+
+
+def shuffled(data: Any) -> DataLoader[Any]:
+    return DataLoader(data, batch_size=24, shuffle=True)
+
+
+def in_order(data: Any) -> DataLoader[Any]:
+    return DataLoader(data, batch_size=24)
+
+
+def parts(cut: Any) -> Any:
+    return lambda data: DataLoader(Parts(data, cut=cut), batch_size=24, num_workers=2)
+
+
+RELOADED = {"reload_dataloaders_every_n_epochs": 1}
+SHARED = r"240 records, of .* num_workers=2 .* gave {}\."
+UNORDERED = {"sampling": FixedOrder(shuffle=True), "relation": "zero_out"}
+
+
 @pytest.mark.parametrize(
-    ("cut", "found"),
+    ("options", "data", "trainer", "message"),
     [
-        (lambda records, i, n, turn: records, "more"),
-        (lambda records, i, n, turn: records[i * 49 :][:51], "more"),
-        (lambda records, i, n, turn: cycle(records), "more"),
-        (lambda records, i, n, turn: records[i::3], "67"),
+        (FIXED, shuffled, {}, "shuffle=True, which draws another order"),
+        *((each, in_order, RELOADED, next(iter(RELOADED))) for each in (CYCLIC, FIXED, ALLOCATED)),
+        (UNORDERED, lambda data: in_order(Numbers(data)), {}, "no order but its own"),
+        (
+            {"sampling": Poisson(), "relation": "zero_out"},
+            lambda data: in_order(Numbers(data)),
+            {},
+            r"IterableDataset.*or sampling=FixedOrder\(\)",
+        ),
+        (FIXED, lambda data: in_order(Endless()), {}, "Endless .* without a length"),
+        # workers that share records
+        (LAMBDA, parts(lambda records, i, n, turn: records), {}, SHARED.format("more")),
+        (LAMBDA, parts(lambda records, i, *_: records[i * 119 :][:121]), {}, SHARED.format("more")),
+        (LAMBDA, parts(lambda records, i, n, turn: cycle(records)), {}, SHARED.format("more")),
+        (LAMBDA, parts(lambda records, i, n, turn: records[i::3]), {}, SHARED.format("160")),
     ],
-    ids=["all", "overlap", "endless", "gaps"],
 )
-def test_workers_that_share_records_are_refused_before_a_charge(
-    recording, fit, numbered, cut, found, tmp_path
+def test_data_that_do_not_keep_to_a_block_are_refused_before_a_charge(
+    recording, numbered, ends, tmp_path, options, data, trainer, message
 ):
-    model, privacy = recording(), private(**LAMBDA)
-    loader = DataLoader(Parts(numbered(100), cut=cut), batch_size=24, num_workers=2)
-    with pytest.raises(
-        MisconfigurationException, match=rf"100 records, of .* num_workers=2 .* gave {found}\."
-    ):
-        fit(model, privacy, loader, max_epochs=1)
+    model = recording()
+    ends(model, message, data(numbered()), {"checks": UNCHECKED, **options}, **trainer)
     assert model.batches == [] and not [*tmp_path.rglob("*.journal")]
+
+
+def test_a_stream_that_is_shorter_than_it_says_ends_the_run(classifier, fit, blobs):
+    loader = DataLoader(Numbers(blobs, length=300), batch_size=24)
+    with pytest.raises(RefusedRun, match=r"Numbers gave 240 records, and its len\(\) is 300"):
+        fit(classifier(), private(**FIXED), loader, max_epochs=1)
 
 
 def test_workers_that_share_records_in_a_later_pass_void_the_run(recording, fit, numbered):
@@ -703,48 +688,20 @@ def test_a_stream_is_checked_like_other_data_and_resumes(
     assert [batch[0] for batch in model.batches[-3:]] == left
 
 
-@pytest.mark.parametrize(
-    ("changes", "sampling", "message"),
-    [
-        ({}, FixedOrder(shuffle=True), "no order but its own"),
-        ({}, Poisson(), r"IterableDataset.*or sampling=FixedOrder\(\)"),
-    ],
-)
-def test_streams_without_places_are_refused(classifier, fit, blobs, changes, sampling, message):
-    loader = DataLoader(Numbers(blobs), batch_size=24, **changes)
-    privacy = private(sampling=sampling, relation="zero_out")
-    with pytest.raises(MisconfigurationException, match=message):
-        fit(classifier(), privacy, loader, max_epochs=1)
-
-
-def test_a_stream_without_a_length_is_refused(classifier, fit, blobs):
-    class Endless(IterableDataset):
-        def __iter__(self) -> Iterator[Any]:
-            return iter(blobs)
-
-    with pytest.raises(MisconfigurationException, match=r"Endless .* without a length"):
-        fit(classifier(), private(**FIXED), DataLoader(Endless(), batch_size=24), max_steps=3)
-
-
-def test_a_stream_that_is_shorter_than_it_says_ends_the_run(classifier, fit, blobs):
-    loader = DataLoader(Numbers(blobs, length=300), batch_size=24)
-    with pytest.raises(RefusedRun, match=r"Numbers gave 240 records, and its len\(\) is 300"):
-        fit(classifier(), private(**FIXED), loader, max_epochs=1)
-
-
 @pytest.mark.parametrize("options", [CYCLIC, LAMBDA], ids=["cyclic", "lambda"])
-def test_what_is_logged_at_each_step_is_the_price_of_its_charges(classifier, fit, ordered, options):
+def test_what_is_logged_at_each_step_is_the_price_of_its_charges(
+    classifier, fit, ordered, at_each_step, options
+):
     logged: list[tuple[float, float]] = []
 
-    class Look(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-            metrics = trainer.callback_metrics
-            logged.append((float(metrics["privacy/epsilon"]), privacy.epsilon))
-            assert metrics["privacy/steps_left"] == 20 - trainer.global_step
+    def look(trainer: L.Trainer, module: Any) -> None:
+        metrics = trainer.callback_metrics
+        logged.append((float(metrics["privacy/epsilon"]), privacy.epsilon))
+        assert metrics["privacy/steps_left"] == 20 - trainer.global_step
 
     privacy = private(noise_multiplier=2.0, **options)
     on = {"max_epochs": 2, "log_every_n_steps": 1}
-    fit(classifier(), privacy, ordered, callbacks=[Look()], **on)
+    fit(classifier(), privacy, ordered, callbacks=[at_each_step(look)], **on)
     assert len(logged) == 20
     assert [shown for shown, _ in logged] == pytest.approx([exact for _, exact in logged], rel=1e-3)
     assert all(shown >= exact * (1 - 1e-9) for shown, exact in logged)

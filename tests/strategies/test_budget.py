@@ -6,7 +6,6 @@ import math
 import warnings
 from collections import Counter
 
-import lightning as L
 import pytest
 import torch
 from dp_accounting import NeighboringRelation, dp_event
@@ -148,22 +147,15 @@ def test_training_stops_before_the_first_step_that_would_exceed_the_target(
 
 def test_final_validation_and_checkpoint_run_after_the_stop(model, loader, fit, tmp_path):
     validated_at = []
-
-    class Watch(L.Callback):
-        def on_validation_end(self, trainer, pl_module):
-            if not trainer.sanity_checking:
-                validated_at.append(trainer.global_step)
-
+    model.on_validation_end = lambda: validated_at.append(model.global_step)
     privacy = private(target_epsilon=1.0, noise_multiplier=2.0)
-    checkpoint = ModelCheckpoint(
-        dirpath=tmp_path, monitor="val_loss", save_last=True, save_top_k=-1
-    )
+    saver = ModelCheckpoint(tmp_path, monitor="val_loss", save_last=True, save_top_k=-1)
     limits = {"max_epochs": 100, "min_epochs": 50, "enable_checkpointing": True}
-    trainer = fit(model, privacy, validate=loader, callbacks=[Watch(), checkpoint], **limits)
+    trainer = fit(model, privacy, validate=loader, callbacks=[saver], **limits)
 
     assert trainer.global_step % 10 != 0  # it stopped inside an epoch
     assert validated_at[-1] == trainer.global_step
-    saved = torch.load(checkpoint.last_model_path, weights_only=True)
+    saved = torch.load(saver.last_model_path, weights_only=True)
     assert saved["global_step"] == trainer.global_step
     assert saved["lightning_dp"]["mechanism"]["step"] == privacy.steps
 
@@ -227,29 +219,13 @@ def test_a_fit_after_an_exception_keeps_what_was_charged(classifier, mlp, fit, c
     assert privacy.steps == len(charges()) == 15
 
 
-# -- settings that are allowed and promise little are said, with what follows from them -------------
-
-
-@pytest.fixture
-def said(model, blobs, fit):
-    """The privacy warnings of a fit of one step on 240 records."""
-
-    def run(batch_size=24, accumulate=1, **settings):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            options = {"max_steps": 1, "accumulate_grad_batches": accumulate}
-            fit(model, private(**settings), DataLoader(blobs, batch_size), **options)
-        found = [str(each.message) for each in caught if each.category is PrivacyWarning]
-        return [text for text in found if "under another privacy ledger" not in text]
-
-    return run
-
-
 @pytest.mark.parametrize(("delta", "warned"), [(0.01, True), (1 / 240, True), (1 / 241, False)])
-def test_a_delta_that_may_publish_a_record_warns_once(said, delta, warned):
-    messages = said(target_delta=delta)
-
-    assert len(messages) == warned
-    for message in messages:
-        assert f"target_delta={delta:g} is not below 1/N = 0.00417 for the N = 240" in message
-        assert "publishes a record" in message and "Choose δ well below 1/N, 0.0001 say" in message
+def test_a_delta_that_may_publish_a_record_warns_once(delta, warned, model, fit):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(model, private(target_delta=delta), max_steps=1)
+    said = [str(each.message) for each in caught if each.category is PrivacyWarning]
+    assert len(said) == warned
+    for text in said:
+        assert f"target_delta={delta:g} is not below 1/N = 0.00417 for the N = 240" in text
+        assert "publishes a record" in text and "Choose δ well below 1/N, 0.0001 say" in text

@@ -6,7 +6,6 @@ import json
 import math
 from collections import Counter
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -31,7 +30,6 @@ from lightning_dp import (
 from lightning_dp.accounting import PoissonGaussian, epsilon
 from lightning_dp.accounting.events import RandomAllocationEpoch, VoidedRunError
 from lightning_dp.accounting.gdp import gdp_epsilon
-from lightning_dp.callbacks import DifferentialPrivacy
 from tests.zoo import Classifier, flat, private, records
 
 C = 2.2
@@ -53,12 +51,12 @@ def data():
 
 @pytest.fixture
 def fit(make_trainer):
-    def run(dataset, batch_size=2, model=None, callbacks=(), trainer=None, **options):
+    def run(dataset, batch_size=2, model=None, trainer=None, ckpt_path=None, **options):
         model = model or Classifier(net(), lambda params: torch.optim.SGD(params, lr=1.0))
         model.privacy = private(**options)
         settings = {"max_steps": 1, **(trainer or {})}
-        model.used = make_trainer(callbacks=[*callbacks, model.privacy], **settings)
-        model.used.fit(model, DataLoader(dataset, batch_size))
+        model.used = make_trainer(callbacks=[model.privacy], **settings)
+        model.used.fit(model, DataLoader(dataset, batch_size), ckpt_path=ckpt_path)
         return model
 
     return run
@@ -185,25 +183,12 @@ class Views(Dataset):
         return self.x[row] + self.spread * torch.randn(6).double(), self.y[row]
 
 
-class Kept(Classifier):
-    """Keeps the batches."""
-
-    def __init__(self):
-        super().__init__(net(), lambda params: torch.optim.SGD(params, lr=1.0))
-        self.kept = []
-
-    def on_train_batch_start(self, batch, batch_idx):
-        batches.append(batch)
-
-
-batches = []
-
-
 @pytest.mark.parametrize("engine", ["layers", "records", "ghost"])
 def test_the_mean_over_views_of_a_record_is_clipped(fit, engine):
-    batches.clear()
+    batches, model = [], Classifier(net(), lambda params: torch.optim.SGD(params, lr=1.0))
+    model.on_train_batch_start = lambda batch, batch_idx: batches.append(batch)
     before, dataset = flat(net()), Views()
-    model = fit(dataset, 5, Kept(), engine=engine, augmentations=4, **NOISELESS)
+    fit(dataset, 5, model, engine=engine, augmentations=4, **NOISELESS)
     rows = {row: dataset.read.count(row) for row in range(12)}
     assert set(rows.values()) == {4}
     means = []
@@ -215,24 +200,16 @@ def test_the_mean_over_views_of_a_record_is_clipped(fit, engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_equal_views_are_one_view(fit, engine):
-    plain, augmented = (
-        flat(fit(data(), 5, engine=engine, augmentations=k, **NOISELESS)) for k in (1, 5)
+@pytest.mark.parametrize(
+    "unit", [{}, {"unit": UserLevel(USERS, most_rows=99)}], ids=["rows", "users"]
+)
+def test_equal_views_are_one_view_and_cost_no_epsilon(fit, engine, unit):
+    plain, viewed = (
+        flat(fit(data(), 5, engine=engine, augmentations=k, **unit, **NOISELESS)) for k in (1, 5)
     )
-    torch.testing.assert_close(plain, augmented, rtol=0, atol=1e-12)
-
-
-def test_augmentations_cost_no_epsilon(fit):
-    spent = [
-        fit(data(), 3, trainer={"max_steps": 5}, augmentations=k).privacy.epsilon for k in (1, 8)
-    ]
+    torch.testing.assert_close(plain, viewed, rtol=0, atol=1e-12)
+    spent = [fit(data(), 3, augmentations=k, **unit).privacy.epsilon for k in (1, 8)]
     assert spent[0] == spent[1]
-
-
-def test_views_of_rows_of_users(fit):
-    unit = UserLevel(USERS, most_rows=99)
-    found = flat(fit(data(), 2, unit=unit, augmentations=3, **NOISELESS))
-    torch.testing.assert_close(found, flat(fit(data(), 2, unit=unit, **NOISELESS)))
 
 
 def test_two_points_of_users(fit):
@@ -280,22 +257,15 @@ def test_reports_and_journals_speak_of_users_and_name_none(fit, tmp_path, capfd)
     assert again.unit == "user"
 
 
-def test_a_resumed_run_protects_the_same_units(fit, tmp_path, make_trainer):
+def test_a_resumed_run_protects_the_same_units(fit, tmp_path):
+    unit, path = {"unit": UserLevel(USERS, most_rows=2)}, tmp_path / "at.ckpt"
     options = {"max_steps": 2, "enable_checkpointing": True}
-    model = fit(data(), 2, trainer=options, unit=UserLevel(USERS, most_rows=2))
-    path = tmp_path / "at.ckpt"
-    model.used.save_checkpoint(path)
-    for other in (
-        {"unit": UserLevel(USERS, most_rows=3)},
-        {"unit": UserLevel(USERS, most_rows=2), "augmentations": 2},
-        {},
-    ):
-        trainer = make_trainer(callbacks=[private(**other)], max_steps=4)
+    fit(data(), 2, trainer=options, **unit).used.save_checkpoint(path)
+    on = {"trainer": {"max_steps": 4}, "ckpt_path": path}
+    for other in ({"unit": UserLevel(USERS, most_rows=3)}, {**unit, "augmentations": 2}, {}):
         with pytest.raises(ValueError, match=r"most_rows|augmentations|unit"):
-            trainer.fit(Classifier(net()), DataLoader(data(), 2), ckpt_path=path)
-    trainer = make_trainer(callbacks=[private(unit=UserLevel(USERS, most_rows=2))], max_steps=4)
-    trainer.fit(Classifier(net()), DataLoader(data(), 2), ckpt_path=path)
-    assert trainer.global_step == 4
+            fit(data(), 2, **on, **other)
+    assert fit(data(), 2, **on, **unit).used.global_step == 4
 
 
 # -- batches that depend on each other -------------------------------------------------------------
@@ -341,8 +311,8 @@ def blocks(fit):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_users_take_part_as_seldom_as_a_block_promises(blocks, name):
-    model = blocks(name)
+def test_users_take_part_as_seldom_as_a_block_promises_and_are_clipped_once(blocks, name):
+    model = blocks(name, noise_multiplier=0.0)
     steps = [[MANY[row] for chunk in step for row in chunk] for step in model.steps]
     assert len(steps) == 18
     assert all(most <= 2 for step in steps for _, most in Counter(step).most_common(1))
@@ -356,10 +326,6 @@ def test_users_take_part_as_seldom_as_a_block_promises(blocks, name):
             assert len({t % 6 for t in taken}) == 1
     assert sum(map(len, of_users.values())) > 30
 
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_steps_of_a_block_are_those_of_a_loop_over_users(blocks, name):
-    model = blocks(name, noise_multiplier=0.0)
     x, y = records(60)
     for step, found in zip(model.steps, model.sums, strict=True):
         rows = [row for chunk in step for row in chunk]
@@ -429,50 +395,31 @@ class Contrastive(Classifier):
         return (found @ found.T).logsumexp(1).mean()
 
 
-def checked(**options):
-    return DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0, **options)
-
-
 @pytest.mark.few(4)
 @pytest.mark.parametrize("options", [{}, {"augmentations": 2}], ids=str)
 @pytest.mark.parametrize("name", [None, *BLOCKS])
-def test_units_that_do_not_meet_pass_all_comparisons(make_trainer, options, name):
+def test_units_that_do_not_meet_pass_all_comparisons(fit, options, name):
     options = options or {"unit": UserLevel([row // 4 for row in range(96)], most_rows=3)}
-    x, y = records(96)
-    privacy = checked(**options, **BLOCKS.get(name, {}))
-    model = Classifier(nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.2), nn.Linear(5, 3)))
-    trainer = make_trainer(callbacks=[privacy], max_steps=6)
-    trainer.fit(model, DataLoader(TensorDataset(x, y), 8))
-    report = privacy.report()
+    layers = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.2), nn.Linear(5, 3))
+    options |= {"checks": Checks(), **BLOCKS.get(name, {})}
+    rows, trainer = TensorDataset(*records(96)), {"max_steps": 6}
+    report = fit(rows, 8, Classifier(layers), trainer=trainer, **options).privacy.report()
     assert report.isolation == "compared on synthetic samples"
     assert report.steps_compared, report.spot_checks
 
 
-def test_users_that_meet_are_refused_and_rows_of_one_user_may_meet(make_trainer):
-    x, y = records(96)
-    users = [row // 4 for row in range(96)]
-    loader = DataLoader(TensorDataset(x, y), 6)
+def test_users_that_meet_are_refused_and_rows_of_one_user_may_meet(fit):
+    unit, trainer = UserLevel([row // 4 for row in range(96)], most_rows=3), {"max_steps": 8}
 
-    def fit(checks, **options):
-        privacy = checked(unit=UserLevel(users, most_rows=3), checks=checks, **options)
-        model = Contrastive(nn.Linear(6, 3))
-        make_trainer(callbacks=[privacy], max_steps=8).fit(model, loader)
-        return privacy
+    def run(**options):
+        rows, model = TensorDataset(*records(96)), Contrastive(nn.Linear(6, 3))
+        return fit(rows, 6, model, trainer=trainer, unit=unit, **options).privacy
 
     with pytest.raises(MisconfigurationException, match="couples the records"):
-        fit(Checks(), engine="layers")
+        run(checks=Checks(), engine="layers")
     with pytest.raises(VoidedRunError):
-        fit(Checks(dry_run=False), engine="layers")
-    assert fit(Checks(), engine="one_by_one").steps == 8
-
-
-def test_what_has_a_gradient_for_each_row_is_refused(make_trainer):
-    for options in ({"unit": UserLevel(USERS, most_rows=2)}, {"augmentations": 2}):
-        with pytest.raises(ValueError, match="engine='hooks'"):
-            private(engine="hooks", **options)
-    privacy = private(augmentations=2, private_optimizer=0)
-    with pytest.raises(MisconfigurationException, match="unit and augmentations put several rows"):
-        make_trainer(callbacks=[privacy], max_steps=1).fit(Two(), DataLoader(data(), 2))
+        run(checks=Checks(dry_run=False), engine="layers")
+    assert run(checks=Checks(), engine="one_by_one").steps == 8
 
 
 class Stream(IterableDataset):
@@ -483,28 +430,31 @@ class Stream(IterableDataset):
         return iter(data())
 
 
-def test_streams_and_orders_that_follow_rows_are_refused(fit):
-    unit = {"unit": UserLevel(USERS, most_rows=2)}
-    fixed = {"sampling": FixedOrder(), "relation": "zero_out"}
-    for options in (unit, {"augmentations": 2}):
-        with pytest.raises(MisconfigurationException, match="need rows at any place"):
-            fit(Stream(), 3, **fixed, **options)
-    with pytest.raises(ValueError, match="order of the users follows from their rows"):
-        private(sampling=FixedOrder(), relation="replace_one", **unit)
-    private(sampling=FixedOrder(), relation="replace_one", augmentations=2)
-
-
-class Two(L.LightningModule):
-    """Two optimizers."""
+class Two(Classifier):
+    """Two optimizers, by hand."""
 
     automatic_optimization = False
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 3), nn.Linear(2, 2)
-
-    def training_step(self, batch, batch_idx):
-        pass
-
     def configure_optimizers(self):
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.a, self.b)]
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net[0], self.net[2:])]
+
+
+BY_ROW = {"unit": UserLevel(USERS, most_rows=2)}, {"augmentations": 2}
+IN_ORDER = {"sampling": FixedOrder(), "relation": "zero_out"}
+
+
+@pytest.mark.parametrize("options", BY_ROW, ids=["users", "views"])
+def test_what_reads_rows_otherwise_is_refused(fit, options):
+    with pytest.raises(ValueError, match="engine='hooks'"):
+        private(engine="hooks", **options)
+    with pytest.raises(MisconfigurationException, match="unit and augmentations put several rows"):
+        fit(data(), 2, Two(net()), private_optimizer=0, **options)
+    with pytest.raises(MisconfigurationException, match="need rows at any place"):
+        fit(Stream(), 3, **IN_ORDER, **options)
+
+
+def test_an_order_of_users_that_follows_their_rows_is_refused():
+    replaced = {"sampling": FixedOrder(), "relation": "replace_one"}
+    with pytest.raises(ValueError, match="order of the users follows from their rows"):
+        private(**replaced, **BY_ROW[0])
+    private(**replaced, **BY_ROW[1])
