@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp.callbacks import DifferentialPrivacy
-from tests.zoo import flat, private
+from tests.zoo import flat, private, sgd
 from tests.zoo import records as make_records
 
 RECORDS = 48
@@ -58,7 +58,7 @@ class Fitted:
 class Fit:
     """``fit(...)``: one private fit of a fresh model by a fresh Trainer."""
 
-    folder: Path
+    make_trainer: Callable[..., L.Trainer]
     classifier: type[L.LightningModule]
 
     def __call__(
@@ -67,41 +67,27 @@ class Fit:
         *,
         privacy: DifferentialPrivacy | dict[str, Any] | None = None,
         callbacks: tuple[L.Callback, ...] = (),
+        optimizer: Callable[[Any], Any] = sgd,
+        weights_only: bool | None = None,
         batch_size: int = BATCH,
         records: int = RECORDS,
         workers: int = 0,
-        optimizer: Callable[[Any], Any] | None = None,
-        weights_only: bool | None = None,
-        **trainer_options: Any,
+        **options: Any,
     ) -> Fitted:
         if not isinstance(privacy, DifferentialPrivacy):
             privacy = private(**(privacy or {}))
-        trainer = self.trainer(privacy, callbacks, **trainer_options)
-        fitted = Fitted(trainer, self.model(optimizer), privacy, trainer.callbacks[1])
+        saves = any(isinstance(each, L.pytorch.callbacks.Checkpoint) for each in callbacks)
+        probe, options = Probe(), {"max_epochs": 2, "enable_checkpointing": saves, **options}
+        trainer = self.make_trainer(callbacks=[privacy, probe, *callbacks], **options)
+        fitted = Fitted(trainer, self.model(optimizer), privacy, probe)
         loader = self.loader(batch_size, records, workers)
         trainer.fit(fitted.model, loader, ckpt_path=ckpt_path, weights_only=weights_only)
         return fitted
 
-    def trainer(
-        self, privacy: DifferentialPrivacy, callbacks: tuple[L.Callback, ...], **options: Any
-    ) -> L.Trainer:
-        quiet: dict[str, Any] = {
-            "accelerator": "cpu",
-            "logger": False,
-            "max_epochs": 2,
-            "enable_checkpointing": any(
-                isinstance(c, L.pytorch.callbacks.Checkpoint) for c in callbacks
-            ),
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "default_root_dir": self.folder,
-        }
-        return L.Trainer(callbacks=[privacy, Probe(), *callbacks], **{**quiet, **options})
-
-    def model(self, optimizer: Callable[[Any], Any] | None = None) -> L.LightningModule:
+    def model(self, optimizer: Callable[[Any], Any] = sgd) -> L.LightningModule:
         torch.manual_seed(3)
         net = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
-        return self.classifier(net) if optimizer is None else self.classifier(net, optimizer)
+        return self.classifier(net, optimizer)
 
     def loader(
         self, batch_size: int = BATCH, records: int = RECORDS, workers: int = 0
@@ -114,8 +100,8 @@ class Fit:
 
 
 @pytest.fixture
-def fit(tmp_path: Path, classifier: Any) -> Fit:
-    return Fit(tmp_path, classifier)
+def fit(make_trainer: Callable[..., L.Trainer], classifier: Any) -> Fit:
+    return Fit(make_trainer, classifier)
 
 
 class SaveAt(L.Callback):

@@ -39,17 +39,11 @@ def journals(folder: Path) -> list[Path]:
 def test_older_checkpoint_in_the_same_process_never_shrinks_the_ledger(
     fit, old, tmp_path, same_callback
 ):
-    privacy = old.privacy if same_callback else private()
-    seen = []
-
-    class Watch(L.Callback):
-        def on_train_start(self, *_: Any) -> None:
-            seen.append((privacy.steps, privacy.epsilon))
-
-        def on_train_batch_start(self, *_: Any) -> None:
-            seen.append((privacy.steps, privacy.epsilon))
-
-    resumed = fit(tmp_path / "old.ckpt", privacy=privacy, callbacks=(Watch(),))
+    privacy, seen = old.privacy if same_callback else private(), []
+    watch = L.Callback()
+    watch.on_train_start = lambda *_: seen.append((privacy.steps, privacy.epsilon))
+    watch.on_train_batch_start = watch.on_train_start
+    resumed = fit(tmp_path / "old.ckpt", privacy=privacy, callbacks=(watch,))
     assert resumed.probe.optimizer_steps == 18
     assert resumed.privacy.steps == 24 + 18
     assert seen == sorted(seen) and seen[0] == (24, pytest.approx(epsilon_of(24), rel=1e-9))
@@ -65,17 +59,13 @@ def test_checkpoints_of_two_branches_know_each_other(fit, old, tmp_path):
     assert again.privacy.steps == 24 + 4 + 7 + 2
 
 
-def test_resume_appends_to_the_same_journal_wherever_its_own_files_go(fit, old, tmp_path):
+def test_resume_appends_to_the_same_journal_which_holds_exactly_the_ledger(fit, old, tmp_path):
     (journal,) = journals(tmp_path)
     charges = journal.read_bytes().count(b'\n["')
     resumed = fit(tmp_path / "old.ckpt", default_root_dir=tmp_path / "elsewhere")
     assert journals(tmp_path) == [journal] == [resumed.ledger.journal_path]
     assert journal.read_bytes().count(b'\n["') == charges + resumed.probe.optimizer_steps
-
-
-def test_journal_holds_exactly_the_ledger(fit, old, tmp_path):
-    resumed = fit(tmp_path / "old.ckpt")
-    _, runs = read_journal(resumed.ledger.journal_path)
+    _, runs = read_journal(journal)
     written = [(event, count) for charges in runs.values() for event, count in charges]
     assert len(runs) == 2 and sum(count for _, count in written) == 42
     in_file = PLDAccountant().epsilon(written, 1e-5, "add_remove")
@@ -123,20 +113,6 @@ def test_resume_is_refused_while_another_process_holds_the_journal(fit, old, tmp
     assert fit(tmp_path / "old.ckpt", max_steps=7).privacy.steps == 25
 
 
-class Elsewhere(L.Callback):
-    """Changes the working directory after three batches."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_batch_end(
-        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx == 3:
-            self.folder.mkdir(exist_ok=True)
-            os.chdir(self.folder)
-
-
 # -- a folder of this machine, the same during a fit, or the fit is refused ----------------------
 
 
@@ -173,10 +149,12 @@ def test_a_folder_of_any_name_trains_saves_and_resumes(fit_in, tmp_path):
 
 @pytest.mark.parametrize("options", [{"ledger_dir": "ledgers"}, {"default_root_dir": "ledgers"}])
 def test_a_relative_folder_stays_where_it_was_when_the_fit_began(
-    fit_in, tmp_path, monkeypatch, options
+    fit_in, tmp_path, monkeypatch, options, at_each_step
 ):
     monkeypatch.chdir(tmp_path)
-    privacy, trainer = fit_in(callbacks=[Elsewhere(tmp_path / "other")], **options)
+    (tmp_path / "other").mkdir()
+    moves = at_each_step(lambda *_: os.chdir(tmp_path / "other"))
+    privacy, trainer = fit_in(callbacks=[moves], **options)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     (journal,) = journals(tmp_path)
     assert tmp_path / "ledgers" in journal.parents
@@ -187,18 +165,12 @@ def test_a_relative_folder_stays_where_it_was_when_the_fit_began(
 
 @pytest.mark.parametrize("below", [".", "a"])
 def test_a_file_in_the_place_of_the_folder_is_refused_before_any_batch(fit_in, tmp_path, below):
-    started, weights = [], []
-
-    class Watch(L.Callback):
-        def on_fit_start(self, trainer: Any, module: Any) -> None:
-            weights.extend([flat(module), module])
-
-        def on_train_batch_start(self, *arguments: Any) -> None:
-            started.append(arguments[-1])
-
+    started, weights, watch = [], [], L.Callback()
+    watch.on_fit_start = lambda trainer, module: weights.extend([flat(module), module])
+    watch.on_train_batch_start = lambda *arguments: started.append(arguments[-1])
     (tmp_path / "ledgers").write_text("")
     with pytest.raises(JournalDiskError, match=r"ledgers.*ledger_dir"):
-        fit_in(tmp_path / "ledgers" / below, callbacks=[Watch()])
+        fit_in(tmp_path / "ledgers" / below, callbacks=[watch])
     assert not started and torch.equal(weights[0], flat(weights[1]))
 
 

@@ -28,10 +28,8 @@ from tests.zoo import WholeSet, flat, private
 # -- random chains of interruptions and resumes, run by a plain or a private Trainer -------------
 
 
-CHAIN_RECORDS, CHAIN_BATCH = (
-    24,
-    2,
-)  # a multiple of 1, 2 and 3 batches: private epochs are as long as plain ones
+# A multiple of 1, 2 and 3 batches: private epochs are as long as plain ones.
+CHAIN_RECORDS, CHAIN_BATCH = 24, 2
 
 
 class Planted(Exception):
@@ -257,19 +255,9 @@ pytestmark = [
 PLACES = [(1, 0, 11), (1, 1, 4), (3, 0, 11), (3, 1, 5), (3, 0, 4), (3, 1, 0)]
 
 
-class Crash(Exception):
-    """The error that ends a run in the middle."""
-
-
-class CrashAt(L.Callback):
-    """Raises in the middle of a chosen step, before the optimizer moves."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_after_backward(self, trainer: L.Trainer, module: Any) -> None:
-        if trainer.global_step == self.step:
-            raise Crash
+def crash_at(step: int) -> Interrupt:
+    """Raises in the middle of that step, before the optimizer moves."""
+    return Interrupt("on_after_backward", step + 1, Planted())
 
 
 def with_scheduler(params: Any) -> dict[str, Any]:
@@ -337,9 +325,8 @@ def test_calibrated_noise_is_kept_and_spends_exactly_the_rest(fit, tmp_path):
     privacy = {"noise_multiplier": None, "target_epsilon": 3.0}
     saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
     whole = fit(privacy=privacy)
-    stop = CrashAt(5)
-    with pytest.raises(Crash):
-        fit(privacy=privacy, callbacks=(saving, stop))
+    with pytest.raises(Planted):
+        fit(privacy=privacy, callbacks=(saving, crash_at(5)))
     resumed = fit(tmp_path / "last.ckpt", privacy=privacy)
     # The step that crashed is charged: one step fewer fits, at the same noise.
     assert resumed.privacy.noise_multiplier == pytest.approx(whole.privacy.noise_multiplier)
@@ -352,12 +339,9 @@ def test_calibrated_noise_is_kept_and_spends_exactly_the_rest(fit, tmp_path):
 def test_noise_of_a_fit_after_one_that_ended_early_is_said_to_follow_it(fit, sampling):
     """Name the assumption of noise planned after a look; full batches add up for any noise."""
 
-    class Stop(L.Callback):
-        def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
-            trainer.should_stop = True
-
+    stop = Interrupt("on_train_epoch_end", 1, None)
     privacy = private(target_epsilon=3.0, sampling=sampling)
-    first = fit(privacy=privacy, callbacks=(Stop(),), max_epochs=4)
+    first = fit(privacy=privacy, callbacks=(stop,), max_epochs=4)
     said = [any("another one followed" in text for text in privacy.report().not_covered)]
     fit(privacy=privacy, max_epochs=4)
     said.append(any("another one followed" in text for text in privacy.report().not_covered))
@@ -367,19 +351,21 @@ def test_noise_of_a_fit_after_one_that_ended_early_is_said_to_follow_it(fit, sam
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("sampling", [CyclicPoisson(5), RandomAllocation(), FixedOrder()])
-def test_steps_beyond_a_plan_that_ends_inside_a_block_do_not_exceed_the_target(fit, sampling):
-    class Longer(L.Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            trainer.fit_loop.epoch_loop.max_steps = 20
+def test_steps_beyond_a_plan_that_ends_inside_a_block_do_not_exceed_the_target(
+    fit, at_each_step, sampling
+):
+    def lengthen(trainer: Any, module: Any) -> None:
+        trainer.fit_loop.epoch_loop.max_steps = 20
 
+    longer = at_each_step(lengthen)
     relation = "zero_out" if sampling == FixedOrder() else "add_remove"
     privacy = private(target_epsilon=3.0, sampling=sampling, relation=relation)
-    fitted = fit(privacy=privacy, callbacks=(Longer(),), max_steps=7)
+    fitted = fit(privacy=privacy, callbacks=(longer,), max_steps=7)
     assert privacy.epsilon <= 3.0
     assert fitted.trainer.global_step == privacy.steps == 7
 
     privacy = private(noise_multiplier=1.0, sampling=sampling, relation=relation)
-    fitted = fit(privacy=privacy, callbacks=(Longer(),), max_steps=7)
+    fitted = fit(privacy=privacy, callbacks=(longer,), max_steps=7)
     assert fitted.trainer.global_step == 20
     charged = [event.steps for event, count in fitted.ledger.history() for _ in range(count)]
     expected = [5, 2, 3, 5, 5] if sampling == CyclicPoisson(5) else [7, 5, 12]
@@ -435,8 +421,8 @@ def test_limited_epochs_resume_at_their_end_and_middle(
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_checkpoint_of_an_exception_inside_a_step_resumes(fit, tmp_path, accumulate):
-    callbacks = (OnExceptionCheckpoint(tmp_path, "crash"), CrashAt(3))
-    with pytest.raises(Crash):
+    callbacks = (OnExceptionCheckpoint(tmp_path, "crash"), crash_at(3 * accumulate))
+    with pytest.raises(Planted):
         fit(callbacks=callbacks, accumulate_grad_batches=accumulate)
     resumed = fit(tmp_path / "crash.ckpt", accumulate_grad_batches=accumulate)
     planned = 2 * fit.steps_per_epoch(accumulate)
