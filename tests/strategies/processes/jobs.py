@@ -157,60 +157,52 @@ def fit(
     return trainer, callback
 
 
-def plain(folder: Path) -> dict[str, Any]:
-    """No noise, no clipping, all records: 51 in chunks of 8, so the ranks' shards differ."""
-    model = Model(rank())
-    before = model.everything()
-    privacy = {"noise_multiplier": 0.0, "max_grad_norm": math.inf, "sampling": FullBatch()}
-    compared = {**privacy, "checks": Checks()}
-    trainer, callback = fit(model, numbered(51), 8, compared, folder, max_epochs=5)
-    return {
-        "before": before,
+def saw(model: Any, trainer: L.Trainer, callback: Any = None) -> dict[str, Any]:
+    """Everything that a rank saw in a fit of a model."""
+    run = trainer.strategy.private_run
+    history = run.ledger.history()
+    found = {
         "at_start": model.at_start,
         "flat": flat(model.net),
-        "steps": callback.steps,
+        "chunks": model.chunks,
         "strategy": type(trainer.strategy).__name__,
         "wrapped": type(trainer.model).__name__,
-    }
-
-
-def clipped(folder: Path, engine: str = "auto", kind: type[Model] = Model) -> dict[str, Any]:
-    """No noise, Poisson batches, the strategy's own door."""
-    model = kind(rank())
-    privacy = PrivacyConfig(
-        target_delta=1e-5, noise_multiplier=0.0, max_grad_norm=1.4, engine=engine
-    )
-    strategy = PrivateDDPStrategy(privacy=privacy, process_group_backend="gloo")
-    options = {"strategy": strategy, "max_epochs": 2, "accumulate_grad_batches": 2}
-    trainer, _ = fit(model, numbered(60), 3, None, folder, **options)
-    run = trainer.strategy.private_run
-    return {
-        "at_start": model.at_start,
-        "flat": flat(model.net),
-        "chunks": model.chunks,
-        "sample_rates": [event.sample_rate for event, _ in run.ledger.history()],
+        "global_step": trainer.global_step,
         "steps": run.steps,
         "engine": run.engine,
+        "charged": [(*event.pair, count) for event, count in history],
+        "shares": [getattr(each, "share", None) for each in getattr(run.signal, "stretches", ())],
     }
+    if callback is not None:
+        report = callback.report()
+        found |= {"epsilon": callback.epsilon, "noise_multiplier": callback.noise_multiplier}
+        found |= {"stop_reason": report.stop_reason, "records": report.num_records}
+    return found
 
 
-def users(folder: Path) -> dict[str, Any]:
-    """Users of one to six rows, each on one rank; no noise."""
-    model, owners = Model(rank()), [row * row // 60 for row in range(51)]
-    privacy = {
-        "noise_multiplier": 0.0,
-        "max_grad_norm": 0.8,
-        "sampling": FullBatch(),
-        "unit": UserLevel(owners, most_rows=9),
-    }
-    _, callback = fit(model, numbered(51), 4, privacy, folder, max_epochs=2)
-    return {
-        "at_start": model.at_start,
-        "flat": flat(model.net),
-        "chunks": model.chunks,
-        "owners": owners,
-        "records": callback.report().num_records if callback else None,
-    }
+SILENT = {"noise_multiplier": 0.0, "sampling": FullBatch()}
+IN_ORDER = {"sampling": FixedOrder(), "relation": "zero_out"}
+TWO_CHUNKS = {"max_epochs": 2, "accumulate_grad_batches": 2}
+OWNERS = [row * row // 60 for row in range(51)]
+FITS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
+    # records, batch size, privacy and the Trainer's options; 51 in chunks of 8 are shards that differ
+    "plain": (51, 8, {**SILENT, "max_grad_norm": math.inf, "checks": Checks()}, {"max_epochs": 5}),
+    # users of one to six rows, each on one rank
+    "users": (
+        51, 4, {**SILENT, "max_grad_norm": 0.8, "unit": UserLevel(OWNERS, most_rows=9)},
+        {"max_epochs": 2},
+    ),
+    # a clip norm that follows the noised count of the records of both ranks
+    "adaptive": (
+        60, 6, {"noise_multiplier": 1.0, "clipping": AdaptiveQuantile(0.5, 0.3)}, {"max_epochs": 4},
+    ),
+    # a fixed order without noise and clipping
+    "ordered": (
+        51, 8, {**IN_ORDER, "noise_multiplier": 0.0, "max_grad_norm": math.inf}, {"max_epochs": 3},
+    ),
+    # noise that is found for the steps of all epochs, which then use up the budget
+    "calibrated": (60, 3, {"target_epsilon": 3.0}, TWO_CHUNKS),
+}  # fmt: skip
 
 
 class EachNorm(L.Callback):
@@ -223,17 +215,25 @@ class EachNorm(L.Callback):
         self.found.append(trainer.strategy.private_run.mechanism.clip_norm)
 
 
-def adaptive(folder: Path) -> dict[str, Any]:
-    """A clip norm that follows the noised count of the records of both ranks."""
+def one_fit(folder: Path) -> dict[str, Any]:
+    n, batch_size, privacy, options = FITS[folder.name]
     model, norms = Model(rank()), EachNorm()
-    privacy = {"noise_multiplier": 1.0, "clipping": AdaptiveQuantile(0.5, 0.3)}
-    _, callback = fit(model, numbered(60), 6, privacy, folder, norms, max_epochs=4)
-    return {
-        "flat": flat(model.net),
-        "clip_norms": norms.found,
-        "shares": [each.share for each in callback._run.signal.stretches],
-        "epsilon": callback.epsilon,
-    }
+    before = model.everything()
+    options = {"enable_checkpointing": False, **options}
+    fitted = fit(model, numbered(n), batch_size, privacy, folder, norms, **options)
+    more = {"before": before, "clip_norms": norms.found, "owners": OWNERS}
+    return {**saw(model, *fitted), **more}
+
+
+def clipped(folder: Path, engine: str = "auto", kind: type[Model] = Model) -> dict[str, Any]:
+    """No noise, Poisson batches, the strategy's own door."""
+    model = kind(rank())
+    privacy = PrivacyConfig(
+        target_delta=1e-5, noise_multiplier=0.0, max_grad_norm=1.4, engine=engine
+    )
+    strategy = PrivateDDPStrategy(privacy=privacy, process_group_backend="gloo")
+    fitted = fit(model, numbered(60), 3, None, folder, strategy=strategy, **TWO_CHUNKS)
+    return saw(model, *fitted)
 
 
 def ghost(folder: Path) -> dict[str, Any]:
@@ -248,18 +248,13 @@ def apart(folder: Path) -> dict[str, Any]:
 
 def diff2(folder: Path) -> dict[str, Any]:
     """Each rank is a worker: differences at two points, then the same with noise and Poisson."""
-    model = Model(rank())
-    privacy = {"estimator": Diff2(3, 1.2, 0.4), "noise_multiplier": 0.0, "sampling": FullBatch()}
-    fit(model, numbered(51), 8, privacy, folder, max_epochs=7)
-    noisy, privacy = Model(rank()), {"estimator": Diff2(3, 1.2, 0.4), "noise_multiplier": 0.5}
-    options = {"max_epochs": 2, "accumulate_grad_batches": 2}
-    _, callback = fit(noisy, numbered(60), 3, privacy, folder, **options)
-    return {
-        "at_start": model.at_start,
-        "flat": flat(model.net),
-        "noisy": flat(noisy.net),
-        "charged": [(*event.pair, count) for event, count in callback._run.ledger.history()],
-    }
+    model, noisy, estimator = Model(rank()), Model(rank()), Diff2(3, 1.2, 0.4)
+    fit(model, numbered(51), 8, {**SILENT, "estimator": estimator}, folder, max_epochs=7)
+    privacy = {"estimator": estimator, "noise_multiplier": 0.5}
+    fitted = fit(noisy, numbered(60), 3, privacy, folder, **TWO_CHUNKS)
+    found = saw(noisy, *fitted)
+    more = {"at_start": model.at_start, "flat": flat(model.net), "noisy": flat(noisy.net)}
+    return {**found, **more}
 
 
 class PlainSGD(Model):
@@ -279,19 +274,13 @@ def cubic(folder: Path) -> dict[str, Any]:
     newton = CubicNewton(1.5, 1.0, 3, 1.2, 0.4, keep=40, box=2.0)
     for name, estimator in (("round", newton), ("fresh", replace(newton, fresh_batches=True))):
         model = PlainSGD(rank())
-        privacy = {"estimator": estimator, "noise_multiplier": 0.0, "sampling": FullBatch()}
-        fit(model, numbered(51), 8, privacy, folder, max_epochs=6)
+        fit(model, numbered(51), 8, {**SILENT, "estimator": estimator}, folder, max_epochs=6)
         results[name] = {"at_start": model.at_start, "flat": flat(model.net)}
     noisy = PlainSGD(rank())
     privacy = {"estimator": newton, "noise_multiplier": 0.5}
-    options = {"max_epochs": 1, "accumulate_grad_batches": 2}
-    _, callback = fit(noisy, numbered(40), 1, privacy, folder, **options)
-    return {
-        **results,
-        "noisy": flat(noisy.net),
-        "empty": sum(not indices for _, indices in noisy.chunks),
-        "charged": [(*event.pair, count) for event, count in callback._run.ledger.history()],
-    }
+    fitted = fit(noisy, numbered(40), 1, privacy, folder, **{**TWO_CHUNKS, "max_epochs": 1})
+    empty = sum(not indices for _, indices in noisy.chunks)
+    return {**saw(noisy, *fitted), **results, "noisy": flat(noisy.net), "empty": empty}
 
 
 def noise(folder: Path, **secure: bool) -> dict[str, Any]:
@@ -299,15 +288,11 @@ def noise(folder: Path, **secure: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     L.seed_everything(7)
     model = Flat()
-    before = model.net.weight.detach().clone()
+    before = flat(model.net)
     checks = Checks(dry_run=False)
     privacy = {"noise_multiplier": 2.0, "max_grad_norm": 0.5, "checks": checks, **secure}
-    options = {"strategy": "private_ddp", "max_steps": 1}
-    trainer, _ = fit(model, numbered(40), 5, privacy, folder, **options)
-    return {
-        "moved": (model.net.weight.detach() - before).flatten(),
-        "strategy": type(trainer.strategy).__name__,
-    }
+    fit(model, numbered(40), 5, privacy, folder, strategy="private_ddp", max_steps=1)
+    return {"moved": flat(model.net) - before}
 
 
 def secure(folder: Path) -> dict[str, Any]:
@@ -321,19 +306,19 @@ def correlated(folder: Path) -> dict[str, Any]:
     model, moved = Flat(), []
     seen: list[list[int]] = []
 
-    class Note(L.Callback):
-        def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, _: int) -> None:
-            is_real = trainer.train_dataloader.current.size > 0
-            seen.append(batch[0].tolist() if is_real else [])
-            moved.append(flat(module.net))
+    def note(batch: Any, batch_idx: int) -> None:
+        is_real = model.trainer.train_dataloader.current.size > 0
+        seen.append(batch[0].tolist() if is_real else [])
+        moved.append(flat(model.net))
 
+    model.on_train_batch_start = note  # type: ignore[method-assign]
     privacy = {
         "noise_multiplier": 2.0,
         "max_grad_norm": 0.5,
         "sampling": CyclicPoisson(4),
         "noise": BandedNoise(4, coefficients=(1.0, 0.7, 0.4, 0.1)),
     }
-    _, callback = fit(model, numbered(40), 2, privacy, folder, Note(), max_steps=12)
+    _, callback = fit(model, numbered(40), 2, privacy, folder, max_steps=12)
     return {
         "moved": torch.stack([*moved, flat(model.net)]).double().diff(dim=0),
         "seen": seen,
@@ -343,51 +328,19 @@ def correlated(folder: Path) -> dict[str, Any]:
     }
 
 
-def ordered(folder: Path) -> dict[str, Any]:
-    """A fixed order without noise and clipping: 51 records in batches of 8 on each rank."""
-    model = Model(rank())
-    privacy = {
-        "noise_multiplier": 0.0,
-        "max_grad_norm": math.inf,
-        "sampling": FixedOrder(),
-        "relation": "zero_out",
-    }
-    fit(model, numbered(51), 8, privacy, folder, max_epochs=3)
-    return {"at_start": model.at_start, "flat": flat(model.net), "chunks": model.chunks}
-
-
 def sparse(folder: Path) -> dict[str, Any]:
     """Two records in four chunks per step, a budget that ends it, and folders of their own."""
+    own = folder / f"rank{rank()}"
     model = Logging(rank(), folder / "rank0" / "privacy")
     privacy = {"noise_multiplier": 1.0, "target_epsilon": 0.6, "checks": Checks()}
-    options = {"max_epochs": 1, "accumulate_grad_batches": 2, "min_steps": 90}
-    trainer, callback = fit(model, numbered(400), 1, privacy, folder / f"rank{rank()}", **options)
+    options = {**TWO_CHUNKS, "max_epochs": 1, "min_steps": 90}
+    trainer, callback = fit(model, numbered(400), 1, privacy, own, **options)
     return {
-        "flat": flat(model.net),
-        "chunks": model.chunks,
+        **saw(model, trainer, callback),
         "ahead": model.ahead,
-        "global_step": trainer.global_step,
-        "steps": callback.steps,
-        "epsilon": callback.epsilon,
-        "sample_rates": [event.sample_rate for event, _ in callback._run.ledger.history()],
-        "stop_reason": callback.report().stop_reason,
-        "has_journal": (folder / f"rank{rank()}" / "privacy").exists(),
-        "reports": len(list((folder / f"rank{rank()}").rglob("privacy_report-*.json"))),
+        "has_journal": (own / "privacy").exists(),
+        "reports": len(list(own.rglob("privacy_report-*.json"))),
         "loss": float(trainer.callback_metrics["train_loss"]),
-    }
-
-
-def calibrated(folder: Path) -> dict[str, Any]:
-    """The noise is found for the steps of all epochs, which then use up the budget."""
-    model = Model(rank())
-    options = {"max_epochs": 2, "accumulate_grad_batches": 2}
-    trainer, callback = fit(model, numbered(60), 3, {"target_epsilon": 3.0}, folder, **options)
-    return {
-        "flat": flat(model.net),
-        "steps": callback.steps,
-        "global_step": trainer.global_step,
-        "noise_multiplier": callback.noise_multiplier,
-        "epsilon": callback.epsilon,
     }
 
 
@@ -401,24 +354,11 @@ def resumed(folder: Path) -> dict[str, Any]:
         ("resumed", (), folder / "step=5.ckpt"),
         ("again", (), folder / "step=7.ckpt"),
     ]:
-        model = Model(rank())
-        trainer, callback = fit(
-            model,
-            numbered(48),
-            4,
-            privacy,
-            folder,
-            *callbacks,
-            ckpt_path=path,
-            max_epochs=3,
-            accumulate_grad_batches=2,
-        )
-        results[name] = {
-            "flat": flat(model.net),
-            "global_step": trainer.global_step,
-            "steps": callback.steps,
-            "chunks": len(model.chunks),
-        }
+        model, options = Model(rank()), {**TWO_CHUNKS, "max_epochs": 3}
+        fitted = fit(model, numbered(48), 4, privacy, folder, *callbacks, ckpt_path=path, **options)
+        found = saw(model, *fitted)
+        results[name] = {key: found[key] for key in ("flat", "global_step", "steps")}
+        results[name]["chunks"] = len(model.chunks)
     return results
 
 
@@ -563,15 +503,16 @@ def edited_at_once(folder: Path) -> dict[str, Any]:
 # -- all ----------------------------------------------------------------------------------------------
 
 ON_TWO: list[Callable[[Path], dict[str, Any]]] = [
-    *(plain, clipped, apart, adaptive, users, ghost, diff2, cubic, noise, secure, correlated),
-    *(ordered, sparse, calibrated, resumed, alone),
+    *(clipped, ghost, diff2, cubic, noise, secure, correlated, sparse, resumed, alone),
     *(lengths, no_journal, voided, voided_apart, mixed, edited, edited_at_once),
 ]
 
 
 def main(folder: Path, processes: int, names: list[str]) -> None:
     torch.set_num_threads(1)
-    scenarios: dict[str, Callable[[], dict[str, Any]]] = {}
+    scenarios: dict[str, Callable[[], dict[str, Any]]] = {
+        name: partial(one_fit, folder / name) for name in FITS
+    }
     for scenario in ON_TWO:
         scenarios[scenario.__name__] = partial(scenario, folder / scenario.__name__)
     if not fsdp_on_cpu.args[0]:  # the condition to skip
