@@ -82,7 +82,7 @@ class Model(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.5)
 
 
-class Apart(Model):
+class ByRecord(Model):
     """Records that run alone leave nothing behind in training_step."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -241,9 +241,9 @@ def ghost(folder: Path) -> dict[str, Any]:
     return clipped(folder, "ghost")
 
 
-def apart(folder: Path) -> dict[str, Any]:
+def by_record(folder: Path) -> dict[str, Any]:
     """The same with each record alone."""
-    return clipped(folder, "records", Apart)
+    return clipped(folder, "records", ByRecord)
 
 
 def diff2(folder: Path) -> dict[str, Any]:
@@ -503,7 +503,7 @@ def edited_at_once(folder: Path) -> dict[str, Any]:
 # -- all ----------------------------------------------------------------------------------------------
 
 ON_TWO: list[Callable[[Path], dict[str, Any]]] = [
-    *(clipped, ghost, diff2, cubic, noise, secure, correlated, sparse, resumed, alone),
+    *(clipped, by_record, ghost, diff2, cubic, noise, secure, correlated, sparse, resumed, alone),
     *(lengths, no_journal, voided, voided_apart, mixed, edited, edited_at_once),
 ]
 

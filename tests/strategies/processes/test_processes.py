@@ -49,7 +49,7 @@ from tests.strategies.processes.sharded_jobs import (
 from tests.zoo import clipped, flat, gradient_rows, records
 
 ROOT = Path(__file__).parents[3]
-ON_TWO = ["plain", "clipped", "apart", "adaptive", "users", "noise", "secure", "correlated"]
+ON_TWO = ["plain", "clipped", "by_record", "adaptive", "users", "noise", "secure", "correlated"]
 ON_TWO += ["ordered", "sparse", "resumed"]
 RARELY = ["ghost", "diff2", "cubic", "calibrated", "alone"]
 LENGTHS = "Rank 1 has a training set of 61 records, rank 0 one of 60"
@@ -223,7 +223,7 @@ def test_a_user_is_on_one_rank_and_clipped_once(job):
     ("scenario", "engine"),
     [
         ("clipped", "layers"),
-        ("apart", "records"),
+        ("by_record", "records"),
         pytest.param("ghost", "ghost", marks=pytest.mark.slow),
     ],
 )
