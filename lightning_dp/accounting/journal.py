@@ -6,6 +6,7 @@ Both files have lines of JSON with a checksum, and survive a crash at any moment
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import json
@@ -14,8 +15,7 @@ import re
 import secrets
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from itertools import chain
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 from urllib.parse import quote
@@ -30,7 +30,6 @@ from lightning_dp.accounting.events import (
     AbstractExternal,
     ApproximateDP,
     History,
-    counted,
     event_from_dict,
 )
 
@@ -90,6 +89,8 @@ class Charges(Mapping[str, History]):
     def __init__(self, runs: Mapping[str, History] | None = None) -> None:
         self._runs: dict[str, list[tuple[AbstractEvent, int]]] = {}
         self._lengths: dict[str, int] = {}
+        self._counts: dict[AbstractEvent, int] = {}
+        self._federations: dict[str, tuple[int, int]] = {}
         self.steps = 0
         self.voided: str | None = None
         self.merge({} if runs is None else runs)
@@ -122,13 +123,17 @@ class Charges(Mapping[str, History]):
         """Return the number of charges of a run; 0 for one that has none."""
         return self._lengths.get(run, 0)
 
+    def of_federation(self, run: str) -> tuple[int, int]:
+        """Return the number of charges over a federation's rounds, and the latest one; else -1."""
+        return self._federations.get(run, (0, -1))
+
     def steps_of(self, run: str) -> int:
         """Return the number of noised steps that the charges of a run cover."""
         return sum(event.num_steps * count for event, count in self.get(run, ()))
 
     def history(self) -> list[tuple[AbstractEvent, int]]:
         """Return all events with their counts; the order has no meaning for ε."""
-        return counted(chain.from_iterable(self._runs.values()))
+        return list(self._counts.items())
 
     def append(self, run: str, event: AbstractEvent) -> None:
         """Add the next charge of a run."""
@@ -138,7 +143,7 @@ class Charges(Mapping[str, History]):
         else:
             charges.append((event, 1))
         self._lengths[run] = self.length(run) + 1
-        self._count(event, 1)
+        self._count(run, event, 1)
 
     def merge(self, other: Mapping[str, History]) -> None:
         """Add another record: the longer one of each run.
@@ -150,9 +155,18 @@ class Charges(Mapping[str, History]):
         for run, charges in longer.items():
             self._runs[run] = list(charges)
             self._lengths[run] = _length(charges)
-        self.steps, self.voided = 0, None
-        for event, count in chain.from_iterable(self._runs.values()):
-            self._count(event, count)
+        self.steps, self.voided, self._counts, self._federations = 0, None, {}, {}
+        for run, charges in self._runs.items():
+            for event, count in charges:
+                self._count(run, event, count)
+
+    def copy(self) -> Charges:
+        """Return the same charges, to which others can be added."""
+        same = copy.copy(self)
+        same._runs = {run: list(charges) for run, charges in self._runs.items()}
+        same._lengths, same._counts = dict(self._lengths), dict(self._counts)
+        same._federations = dict(self._federations)
+        return same
 
     def is_ahead_of(self, run: str, other: Charges) -> bool:
         """Return whether this record of a run is longer than the other's.
@@ -163,7 +177,11 @@ class Charges(Mapping[str, History]):
         _longer(run, self.get(run, ()), other.get(run, ()))
         return self.length(run) > other.length(run)
 
-    def _count(self, event: AbstractEvent, count: int) -> None:
+    def _count(self, run: str, event: AbstractEvent, count: int) -> None:
+        if (at := Round.read(run)) is not None:
+            charges, latest = self.of_federation(at.run)
+            self._federations[at.run] = charges + count, max(latest, at.number)
+        self._counts[event] = self._counts.get(event, 0) + count
         self.steps += count * event.num_steps
         if self.voided is None:
             self.voided = event.withdrawn
@@ -278,7 +296,9 @@ class JournalContent:
         plans: the runs whose noise was calibrated.
         budget: what its runs promise whose noise was chosen at run time: the events that came out do
             not bound what could have. None if there are none.
-        size: the bytes of its whole records; anything after them is the beginning of one more.
+        lines, size: the number of its whole records, and their bytes; anything after them is the
+            beginning of one more.
+        digest: the hash of these bytes.
         is_ended: whether the last whole record has its newline.
     """
 
@@ -289,11 +309,24 @@ class JournalContent:
     data: set[tuple[int, str | None]] = field(default_factory=set)
     plans: dict[str, PlannedRun] = field(default_factory=dict)
     budget: ApproximateDP | None = None
+    lines: int = 0
     size: int = 0
+    digest: bytes = b""
     is_ended: bool = True
 
-    def add(self, line: bytes, position: int) -> None:
-        """Add the record of a line: the ledger's name, a charge, or a note."""
+    def begins(self, content: bytes) -> bool:
+        """True if a journal begins with just these records."""
+        return self.is_ended and self.digest == hashlib.sha256(content[: self.size]).digest()
+
+    def copy(self) -> JournalContent:
+        """Return the same content, to which lines can be added."""
+        plans = {run: replace(plan) for run, plan in self.plans.items()}
+        notes = {"weights": set(self.weights), "data": set(self.data), "plans": plans}
+        return replace(self, runs=self.runs.copy(), **notes)
+
+    def add(self, line: bytes) -> None:
+        """Add the record of the next line: the ledger's name, a charge, or a note."""
+        self.lines = position = self.lines + 1
         try:
             record = read_line(line)
         except ValueError as error:
@@ -394,8 +427,8 @@ class JournalContent:
         )
 
 
-def read_text(path: Path, content: bytes) -> JournalContent:
-    """Read a journal.
+def read_text(path: Path, content: bytes, known: JournalContent | None = None) -> JournalContent:
+    """Read a journal; of one that begins as it is ``known``, what has been added.
 
     A last line that a crash left unfinished is a charge that was being written when the process died:
     its data was never touched, and it is left out. A whole last record that lacks its newline
@@ -404,29 +437,33 @@ def read_text(path: Path, content: bytes) -> JournalContent:
     Raises:
         JournalError: if the text is damaged, or that of another file or version.
     """
-    *lines, tail = content.split(b"\n")
-    if not lines:
+    written = JournalContent(path)
+    if known is not None and known.begins(content):
+        written = known.copy()
+    *lines, tail = content[written.size :].split(b"\n")
+    if not (lines or written.lines):
         raise JournalError(
             f"The privacy journal {path} is empty or not a journal. {_CURE}",
             topic="journal-damaged",
         )
-    written = JournalContent(path, size=len(content) - len(tail))
-    for position, line in enumerate(lines, start=1):
-        written.add(line, position)
+    for line in lines:
+        written.add(line)
+    written.size = len(content) - len(tail)
     if tail and _is_whole(tail):
-        written.add(tail, len(lines) + 1)
+        written.add(tail)
         written.size, written.is_ended = len(content), False
     elif tail and not written.is_followed_by(tail):
         raise JournalError(
-            f"The privacy journal {path} is damaged: what follows line {len(lines)} is not the "
+            f"The privacy journal {path} is damaged: what follows line {written.lines} is not the "
             f"beginning of one record, so whole ones may be lost. {_CURE}",
             topic="journal-damaged",
         )
+    written.digest = hashlib.sha256(content[: written.size]).digest()
     return written
 
 
-def read_written(path: Path) -> JournalContent:
-    """Everything in a journal.
+def read_written(path: Path, known: JournalContent | None = None) -> JournalContent:
+    """Everything in a journal, of which some may be known.
 
     Raises:
         JournalError: if the file is missing or damaged.
@@ -444,7 +481,7 @@ def read_written(path: Path) -> JournalContent:
             "file back.",
             topic="journal-disk",
         ) from error
-    return read_text(path, content)
+    return read_text(path, content, known)
 
 
 def read_journal(path: Path) -> tuple[str, Charges]:
@@ -468,13 +505,16 @@ class Journal:
         path: the file; it is made when it does not exist, with its folder.
         ledger_id: the ledger it must belong to.
         wait: seconds for another process that holds it to end.
+        known: what was read of it before.
 
     Raises:
         JournalError: if another process holds it, it belongs to another ledger, or is damaged.
         JournalDiskError: if the disk does not take it.
     """
 
-    def __init__(self, path: Path, ledger_id: str, wait: float = 0.0) -> None:
+    def __init__(
+        self, path: Path, ledger_id: str, wait: float = 0.0, known: JournalContent | None = None
+    ) -> None:
         self.path = path
         self._is_torn, self._process = False, os.getpid()
         self._lock = filelock.FileLock(f"{path}.lock", mode=FILE_MODE)
@@ -489,16 +529,16 @@ class Journal:
                     topic="journal-in-use",
                 ) from None
             try:
-                self._open(ledger_id)
+                self._open(ledger_id, known)
             except BaseException:
                 self._lock.release()
                 raise
 
-    def _open(self, ledger_id: str) -> None:
+    def _open(self, ledger_id: str, known: JournalContent | None) -> None:
         if not self.path.exists():  # at once: a crash leaves all of the first line, or none
             with replaced(self.path) as file:
                 file.write(checked_line([_FORMAT, ledger_id]))
-        written = read_written(self.path)
+        self.content = written = read_written(self.path, known)
         if written.ledger_id != ledger_id:
             raise JournalError(
                 f"The privacy journal {self.path} belongs to ledger {written.ledger_id}, not to "
@@ -748,18 +788,6 @@ class Round(NamedTuple):
         return None if found is None else cls(found["run"], int(found["number"]))
 
 
-def rounds_in(runs: Charges, run: str) -> dict[int, Sequence[tuple[AbstractEvent, int]]]:
-    """Return the charges of a federation's rounds, by their numbers."""
-    named = ((Round.read(key), charges) for key, charges in runs.items())
-    return {at.number: charges for at, charges in named if at is not None and at.run == run}
-
-
-def charges_of(runs: Charges, run: str, but: int | None = None) -> int:
-    """Return the number of charges that a federation has made, over all its rounds ``but`` one."""
-    rounds = rounds_in(runs, run).items()
-    return sum(n for number, charges in rounds if number != but for _, n in charges)
-
-
 def federations_in(runs: Charges) -> dict[str, Charges]:
     """Return the charges of a client's journal by federation; empty if it is not a client's."""
     found: dict[str, dict[str, History]] = {}
@@ -851,7 +879,7 @@ def check_nothing_is_missing(
                 f"{dataset_id!r}. Put each file back where it was.",
                 topic="journal-behind",
             )
-        here = charges_of(runs, progress.run)
+        here, _ = runs.of_federation(progress.run)
         if here < (progress.charged or 0):
             raise JournalError(
                 f"The journal {journal_path} has {here} charges of run {progress.run!r}, and {path} "

@@ -521,7 +521,7 @@ class AsyncServer(AbstractServer):
         self._end_round()
         return late
 
-    def cost(self, i: int, num_records: int) -> list[AbstractEvent] | None:
+    def cost(self, i: int, num_records: int, client: int) -> list[AbstractEvent] | None:
         return self.plan.cost(i, num_records)
 
     def _end_round(self) -> None:

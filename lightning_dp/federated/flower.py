@@ -82,7 +82,7 @@ def client_app(
             Flower's context: which client it is says ``context.node_config["partition-id"]``.
             Called once in a process for each client.
         protocol: the client's state machine, from Flower's context, the name of the run, these
-            records and their ledger. Called for every request.
+            records and their ledger. Called once in a process for each client and run.
         ledger_dir: absolute path of a folder on this client's disk, with the ledger of the data set
             ``client-`` and ``partition-id``. All runs over the data must use it, and no other data may.
         runs: the names of the federations that are answered (``name`` of
@@ -94,6 +94,7 @@ def client_app(
     if not callable(ledger_dir):
         ledger_dir = fixed_folder("ledger_dir", ledger_dir)
     app, known = ClientApp(), dict[int, Records]()  # of the clients that this process answers for
+    latest: dict[int, tuple[tuple[str, int, Path], Client]] = {}  # of each, with its run
 
     @app.train()
     @app.query()
@@ -121,11 +122,13 @@ def client_app(
             if number not in known:
                 built = instance("build(...)", build(context), Records)  # type: ignore[type-abstract]
                 known[number] = built
-            records, ledger = known[number], ReleaseLedger(folder, f"client-{number}")
+            records, run = known[number], (str(asked["run"]), context.run_id, folder)
             if asked.get("module") and hasattr(records, "fingerprint"):
                 check_fingerprint(str(asked["module"]), records.fingerprint)
-            made = protocol(context, str(asked["run"]), records, ledger)
-            client = instance("protocol(...)", made, Client)  # type: ignore[type-abstract]
+            if number not in latest or latest[number][0] != run:
+                made = protocol(context, run[0], records, ReleaseLedger(folder, f"client-{number}"))
+                latest[number] = run, instance("protocol(...)", made, Client)  # type: ignore[type-abstract]
+            client = latest[number][1]
             is_query = message.metadata.message_type.startswith("query")
             payload = b"" if is_query else client.answer(payload_of(message))
             facts = {"client": number, "num_clients": num_clients, **client.facts}

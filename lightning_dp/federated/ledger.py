@@ -26,19 +26,18 @@ from lightning_dp.accounting.guards import GDPGuard
 from lightning_dp.accounting.journal import (
     Charges,
     Journal,
+    JournalContent,
     JournalError,
     Kept,
     Progress,
     Round,
-    charges_of,
     check_name,
     check_nothing_is_missing,
     file_name,
     progress_of_all,
-    read_journal,
     read_release_file,
+    read_written,
     release_path,
-    rounds_in,
     write_release_file,
 )
 from lightning_dp.accounting.rdp import OneOrderAccountant, order_of_budget
@@ -205,6 +204,7 @@ class ReleaseLedger:
         self.dataset_id = dataset_id
         folder = local_folder("directory", directory)
         self.journal_path = folder / f"{file_name(dataset_id)}.journal"
+        self._known: JournalContent | None = None  # what was read of it, which only grows
 
     def charges(self) -> Charges:
         """Return everything charged for this data set, by the rounds of all runs.
@@ -215,7 +215,8 @@ class ReleaseLedger:
         known = [*progress_of_all(self.journal_path)]
         runs = Charges()
         if self.journal_path.exists():
-            found, runs = read_journal(self.journal_path)
+            self._known = read_written(self.journal_path, self._known)
+            found, runs = self._known.ledger_id, self._known.runs
             if found != self.dataset_id:
                 raise JournalError(
                     f"{self.journal_path} is of data set {found!r}.", topic="journal-behind"
@@ -305,7 +306,8 @@ class _OpenRun:
             known = [*progress_of_all(journal_path)]
             if not journal_path.exists():  # nor has another process begun one meanwhile
                 check_nothing_is_missing(journal_path, dataset_id, Charges(), known)
-        self._journal = Journal(journal_path, dataset_id, wait=_WAIT)
+        self._journal = Journal(journal_path, dataset_id, _WAIT, ledger._known)
+        ledger._known = self._journal.content
         try:
             if (reason := self._journal.runs.voided) is not None:
                 raise VoidedRunError(reason)
@@ -337,9 +339,9 @@ class _OpenRun:
                     f"unit={other.unit!r}, and no ε would be about both. Use that unit.",
                     topic="other-settings",
                 )
-        charged = rounds_in(runs, spending.run)
+        charged, latest = runs.of_federation(spending.run)
         if (own := dict(known).get(self._path)) is not None:
-            self._check(own, max(charged, default=-1))
+            self._check(own, latest)
             return own
         if charged:
             raise JournalError(
@@ -380,7 +382,9 @@ class _OpenRun:
 
     def _charges(self, but: int | None = None) -> int:
         """Count the charges of this run, over all its rounds except one."""
-        return charges_of(self._journal.runs, self._spending.run, but=but)
+        runs, run = self._journal.runs, self._spending.run
+        total, _ = runs.of_federation(run)
+        return total - (0 if but is None else runs.length(Round(run, but).key))
 
     def _charges_of_others(self) -> int:
         """Count the charges that other runs over this data set have made."""

@@ -264,7 +264,8 @@ def _ranges(rounds: list[int]) -> str:
 def _epsilon_of_plan(machine: AbstractServer, facts: Mapping[str, Any]) -> dict[str, float]:
     """Return ε of the rounds so far by the plan, at a client's own δ, relation and size."""
     try:
-        history = machine.spent(facts["num_records"]) if facts["unit"] != "client" else None
+        own = facts["num_records"], facts["client"]
+        history = machine.spent(*own) if facts["unit"] != "client" else None
         at = (facts["delta"], facts["relation"])
         return {} if history is None else {"epsilon_of_plan": PLDAccountant().epsilon(history, *at)}
     except (KeyError, ValueError, ArithmeticError):  # facts may be left out, or tell of N = 0

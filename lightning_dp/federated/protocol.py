@@ -303,13 +303,13 @@ class AbstractServer(ABC):
         """Public facts about the run as a whole, for its report."""
         return {}
 
-    def cost(self, i: int, num_records: int) -> list[AbstractEvent] | None:
+    def cost(self, i: int, num_records: int, client: int) -> list[AbstractEvent] | None:
         """Return what round i costs a record of a client with so many, by the plan; None: unknown."""
         return None
 
-    def spent(self, num_records: int) -> list[tuple[AbstractEvent, int]] | None:
+    def spent(self, num_records: int, client: int) -> list[tuple[AbstractEvent, int]] | None:
         """Return what the rounds so far cost together."""
-        found = [self.cost(i, num_records) for i in range(self.round)]
+        found = [self.cost(i, num_records, client) for i in range(self.round)]
         return None if None in found else counted((e, 1) for each in found for e in each or ())
 
     def _read(

@@ -338,8 +338,9 @@ class SynchronousServer(AbstractServer):
             return set()
         return late
 
-    def cost(self, i: int, num_records: int) -> list[AbstractEvent] | None:
-        return [self.plan.event(i)] if self.local_routine is None else None
+    def cost(self, i: int, num_records: int, client: int) -> list[AbstractEvent] | None:
+        alone = _events_alone(self.local_routine, i, client, self.num_clients)
+        return [self.plan.event(i), *alone]
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -643,19 +644,10 @@ class QueryClient(Client):
     def events(self, i: int) -> Sequence[AbstractEvent]:
         step, is_alone = divmod(i, 2)
         if is_alone:
-            routine = self._routine_of(step)
-            return [] if routine is None else [routine.event] * (routine.local_steps - 1)
+            return _events_alone(self.local_routine, step, self.client, self.num_clients)
         if self.records.unit == "client":
             return [Gaussian(self.plan.noise_multiplier(step))]
         return [self.plan.event(step)]
-
-    def _routine_of(self, step: int) -> BVRLSGD | None:
-        """Return the local routine if it is this client's turn and has more than one step."""
-        routine = self.local_routine
-        if routine is None or routine.local_steps == 1:
-            return None
-        in_turn = routine.worker_in_turn(step + 1, self.num_clients)
-        return routine if in_turn == self.client else None
 
     def read(self, request: Message) -> PlannedRelease:
         step, part = request.whole("round"), request.whole("part")
@@ -693,8 +685,8 @@ class QueryClient(Client):
 
     def _read_walk(self, request: Message, step: int, place: dict[str, int]) -> PlannedRelease:
         """Check that a routine begins in this client's turn, at a model, with a step of some length."""
-        routine = self._routine_of(step)
-        if routine is None:
+        routine = self.local_routine
+        if routine is None or not self.events(2 * step + 1):
             raise MessageError(f"Step {step} is not this client's turn for a local routine.")
         x, v = request.tensor("x"), request.tensor("v")
         check_point(self.records, x, "x")
@@ -716,6 +708,15 @@ class QueryClient(Client):
             return Message(_WALKED, place, {"x": end.to(x.dtype)})
 
         return PlannedRelease(2 * step + 1, 0, place, make)
+
+
+def _events_alone(
+    routine: BVRLSGD | None, step: int, client: int, workers: int
+) -> list[AbstractEvent]:
+    """Return what a step costs the worker that goes on alone after it; none at another's turn."""
+    if routine is None or routine.worker_in_turn(step + 1, workers) != client:
+        return []
+    return [routine.event] * (routine.local_steps - 1)
 
 
 def _next(routine: BVRLSGD, state: State) -> Query | None:

@@ -391,12 +391,14 @@ def test_a_client_whose_settings_exceed_the_plan_is_refused_before_a_round(tmp_p
 
 
 def test_what_the_plan_says_of_epsilon_is_what_honest_clients_pay(tmp_path):
-    for federation in (BOUNDED["asynchronous, bounded"], diff2("client")):
+    known = "DIFF2, noisy clients", "BVR-L-SGD, noisy clients"
+    for federation in (BOUNDED["asynchronous, bounded"], *(FEDERATIONS[name] for name in known)):
         end = play(federation.begin(TWO), federation.clients(tmp_path / f"{id(federation)}"))
         assert end.round == ROUNDS
-        assert Counter(dict(end.spent(RECORDS))) == Counter(dict(federation.events(0)))
-    assert FEDERATIONS["asynchronous"].begin().spent(RECORDS) == []
+        for c in range(CLIENTS):
+            assert Counter(dict(end.spent(RECORDS, c))) == Counter(dict(federation.events(c)))
+    assert FEDERATIONS["asynchronous"].begin().spent(RECORDS, 0) == []
     started = play(
         FEDERATIONS["asynchronous"].begin(TWO), FEDERATIONS["asynchronous"].clients(tmp_path)
     )
-    assert started.spent(RECORDS) is None
+    assert started.spent(RECORDS, 0) is None
