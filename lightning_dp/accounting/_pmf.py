@@ -11,7 +11,7 @@ dominates (P, Q): Doroshenko, Ghazi, Kamath, Kumar and Manurangsi, "Connect the 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -35,6 +35,8 @@ class LossPmf:
     start: int
     probabilities: FloatArray
     infinity: float
+    moments: dict[tuple[float, bytes], FloatArray] = field(default_factory=dict, repr=False)
+    """Log moments that were asked for, by the grid and the tilts."""
 
 
 def forward_profile(

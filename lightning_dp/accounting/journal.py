@@ -321,8 +321,8 @@ class JournalContent:
     def copy(self) -> JournalContent:
         """Return the same content, to which lines can be added."""
         plans = {run: replace(plan) for run, plan in self.plans.items()}
-        notes = {"weights": set(self.weights), "data": set(self.data), "plans": plans}
-        return replace(self, runs=self.runs.copy(), **notes)
+        runs, weights, data = self.runs.copy(), set(self.weights), set(self.data)
+        return replace(self, runs=runs, weights=weights, data=data, plans=plans)
 
     def add(self, line: bytes) -> None:
         """Add the record of the next line: the ledger's name, a charge, or a note."""
@@ -546,7 +546,7 @@ class Journal:
                 topic="journal-behind",
             )
         self.runs = written.runs
-        self._last = {run: charges[-1][0] for run, charges in written.runs.items()}
+        self._last: dict[str, AbstractEvent] = {}  # of what is written from now on
         self.weights, self.data, self.plans = written.weights, written.data, written.plans
         self._size = written.size
         self._file: IO[bytes] = open(self.path, "ab", buffering=0)  # noqa: SIM115 (until close())
@@ -601,7 +601,9 @@ class Journal:
             self.data.add(cast("tuple[int, str | None]", content))
 
     def _line(self, run: str, number: int, event: AbstractEvent) -> bytes:
-        content = None if self._last.get(run) == event else event.to_dict()
+        before = self.runs.get(run)
+        last = self._last.get(run, before[-1][0] if before else None)
+        content = None if last == event else event.to_dict()
         return checked_line([run, number, content])
 
     def _append(self, lines: Sequence[bytes], *, wait: bool = True) -> None:

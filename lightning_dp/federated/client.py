@@ -25,7 +25,7 @@ from lightning_dp._world import World
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.boundary import BoundedSum, Query, Release, add_noise
 from lightning_dp.estimators.base import AbstractEstimator, share_of_noise
-from lightning_dp.federated.ledger import Budget, ReleaseLedger, Spending
+from lightning_dp.federated.ledger import Budget, Claims, ReleaseLedger, Spending
 from lightning_dp.federated.protocol import (
     REFUSED,
     Fact,
@@ -104,6 +104,7 @@ class Client(ABC):
         instance("ledger", self.ledger, ReleaseLedger)
         self._seed = optional(check_seed)("seed", seed)
         self.spending = Spending(*(self.run, rounds, self.events, *budget), unit=self.records.unit)
+        self._claims = Claims(self.ledger, self.spending)
 
     @abstractmethod
     def events(self, i: int) -> Sequence[AbstractEvent]:
@@ -131,7 +132,7 @@ class Client(ABC):
         return {
             "unit": self.records.unit,
             "seeded": self._seed is not None,
-            "epsilon": self.epsilon,
+            "epsilon": self._claims.epsilon(),
             "delta": self.spending.target_delta,
             "relation": self.spending.relation,
         }

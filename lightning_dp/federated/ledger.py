@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import secrets
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -40,6 +41,7 @@ from lightning_dp.accounting.journal import (
     release_path,
     write_release_file,
 )
+from lightning_dp.accounting.pld import epsilon_curve
 from lightning_dp.accounting.rdp import OneOrderAccountant, order_of_budget
 from lightning_dp.accounting.renyi import total_divergence
 from lightning_dp.accounting.steps import Steps
@@ -47,12 +49,13 @@ from lightning_dp.federated.protocol import MessageError
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.mechanism import BudgetExhausted
 
-__all__ = ["Budget", "ReleaseLedger", "Spending", "check_budget"]
+__all__ = ["Budget", "Claims", "ReleaseLedger", "Spending", "check_budget"]
 
 Budget: TypeAlias = tuple[float, float, Relation]  # ε, δ and the neighbouring relation
 _Events: TypeAlias = Callable[[int], Sequence[AbstractEvent]]
 _Make: TypeAlias = Callable[[np.random.Generator], bytes]
 
+_MOST_AHEAD = 32  # rounds
 _WAIT = 60.0  # seconds for another run over the data set to make its release
 _epsilon = lru_cache(8)(PLDAccountant().epsilon)  # clients of one process may be charged the same
 
@@ -293,6 +296,46 @@ class ReleaseLedger:
             kept = {**run.kept, (round_, part): content} if keep else run.kept
             run.write(replace(now, parts=part + 1, only="" if keep else asked), kept)
             return content
+
+
+class Claims:
+    """ε of a ledger after each round of a run, found for several rounds at a time.
+
+    Histories that are close share most of the work: ε of rounds to come, by the plan, is found next to
+    that of the present one; of few rounds at first, and of more as long as they come. A value
+    counts for exactly the history that it was found for. It is an upper bound, as that of
+    :meth:`ReleaseLedger.epsilon`, from which it differs by 0.1 % at most, and does not fall.
+    """
+
+    def __init__(self, ledger: ReleaseLedger, spending: Spending) -> None:
+        self._ledger, self._spending, self._largest, self._used = ledger, spending, 0.0, 0
+        self._history, self._coming = Counter[AbstractEvent](), list[AbstractEvent]()
+        self._values = list[float]()  # of that history, and with each event that comes
+
+    def epsilon(self) -> float:
+        """Return ε of everything charged so far, at the δ and the relation of the run."""
+        charges = self._ledger.charges()
+        history = Counter(dict(charges.history()))
+        ahead = charges.total - self._history.total()
+        is_known = 0 <= ahead < len(self._values)
+        if not is_known or history != self._history + Counter(self._coming[:ahead]):
+            self._look_ahead(charges, history)
+            ahead = 0
+        self._used = max(self._used, ahead + 1)
+        self._largest = max(self._largest, self._values[ahead])
+        return self._largest
+
+    def _look_ahead(self, charges: Charges, history: Counter[AbstractEvent]) -> None:
+        spending, (_, latest) = self._spending, charges.of_federation(self._spending.run)
+        rounds = range(latest + 1, spending.rounds)[: min(2 * self._used, _MOST_AHEAD)]
+        self._history, self._coming = history, [e for i in rounds for e in spending.events(i)]
+        at, spent, self._used = (spending.target_delta, spending.relation), charges.history(), 0
+        if not self._coming:
+            self._values = [_epsilon(tuple(spent), *at)]
+            return
+        lengths = range(len(self._coming) + 1)
+        values = epsilon_curve(lambda n: self._coming[n], lengths, *at, spent=spent)
+        self._values = values.tolist()
 
 
 class _OpenRun:

@@ -20,6 +20,7 @@ from lightning_dp.plotting import plot_federation, svg
 
 _log = logging.getLogger("lightning_dp.federated")
 
+_ROUNDING = 1 - 1e-3  # of claims: an accountant is about that accurate
 _COLUMNS = ("round", "client", "answered", "epsilon")
 _UNITS = {"record": "its records", "user": "its users", "client": "its data as a whole"}
 _USERS = "- Users have all of their records. Assumed: each has one id, and is at one client only."
@@ -94,7 +95,7 @@ class Logbook:
         """Note the facts of a client."""
         before = self._clients.get(client, {})
         self._clients[client] = {**before, **facts, "client": client}
-        if facts.get("epsilon", math.inf) < before.get("epsilon", 0.0):
+        if facts.get("epsilon", math.inf) < before.get("epsilon", 0.0) * _ROUNDING:
             _log.warning(
                 "Client %s claims epsilon %.4g after %.4g: its ledger was lost, or is another one.",
                 *(client, facts["epsilon"], before["epsilon"]),

@@ -94,6 +94,26 @@ def test_a_crash_loses_the_line_that_was_being_written_and_nothing_else(runs, we
         read_text(Path("j.journal"), content[: data.draw(st.integers(0, header - 1))])
 
 
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(runs, st.data())
+def test_what_is_known_of_a_journal_is_read_once_and_believed_of_no_other_file(runs, data):
+    path, content = Path("j.journal"), text_of(runs, ["00ff"])
+    whole, header = read_text(path, content), content.index(b"\n") + 1
+    for cut in data.draw(st.lists(st.integers(header, len(content)), min_size=1, max_size=20)):
+        known = read_text(path, content[:cut])
+        more = read_text(path, content, known)
+        assert more == whole and more.runs.history() == whole.runs.history()
+        assert all(
+            more.runs.of_federation(name) == whole.runs.of_federation(name)
+            for name in ('fédération "1", [west]', "run")
+        )
+        assert known == read_text(path, content[:cut])  # nothing was added to it
+        changed = bytearray(content)
+        changed[data.draw(st.integers(0, known.size - 1))] ^= 4
+        with pytest.raises(JournalError):
+            read_text(path, bytes(changed), known)
+
+
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(runs, st.data())
 def test_no_damage_makes_a_journal_say_less_without_an_error(runs, data):

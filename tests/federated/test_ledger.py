@@ -18,7 +18,8 @@ import pytest
 
 from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian
 from lightning_dp.accounting.journal import JournalError, read_release_file, release_path
-from lightning_dp.federated.ledger import ReleaseLedger, Spending, _epsilon
+from lightning_dp.federated import ledger as federated_ledger
+from lightning_dp.federated.ledger import Claims, ReleaseLedger, Spending, _epsilon
 from lightning_dp.federated.protocol import MessageError
 from lightning_dp.mechanism import BudgetExhausted
 from lightning_dp.report.files import read_alone
@@ -231,6 +232,28 @@ def test_epsilon_holds_few_histories_in_memory():
     assert _epsilon.cache_info().maxsize == 8
 
 
+def test_a_claim_is_about_exactly_what_was_charged(tmp_path, monkeypatch):
+    """Also where another run over the data takes turns, and where rounds are left out."""
+    looks, own = [], spending(rounds=80, events=lambda i: [PoissonGaussian(2.0, 0.1 + 0.001 * i)])
+    curve = federated_ledger.epsilon_curve
+    counting = lambda *given, **named: looks.append(1) or curve(*given, **named)  # noqa: E731
+    monkeypatch.setattr(federated_ledger, "epsilon_curve", counting)
+    ledger, other = of(tmp_path), spending("other", rounds=80, events=lambda i: [Gaussian(3.0)])
+    claims, before = Claims(ledger, own), 0.0
+    for i in [*range(40), *range(45, 60)]:
+        of(tmp_path).release(own, i, 0, noise)
+        if i in (20, 22, 50):
+            of(tmp_path).release(other, i, 0, noise)
+        claim = claims.epsilon()
+        assert claim == claims.epsilon() and before < claim
+        assert claim == pytest.approx(of(tmp_path).epsilon(1e-5), rel=1e-3)
+        before = claim
+    assert 4 <= len(looks) <= 15
+    broken = Claims(ledger, spending("noiseless", events=lambda i: [Gaussian(0.0)]))
+    of(tmp_path).release(broken._spending, 0, 0, noise)
+    assert broken.epsilon() == claims.epsilon() == math.inf
+
+
 def test_old_rounds_are_refused_and_some_are_retained(tmp_path):
     ledger, kept = of(tmp_path), spending(retain=3)
     sent = [ledger.release(kept, i, 0, noise) for i in range(5)]
@@ -417,6 +440,24 @@ def test_a_journal_and_a_release_file_of_different_moments_are_refused(states, t
                     ask()
     shutil.copy(journal_of(states[release]), journal_of(mixed))  # the cure
     assert of(mixed).release(pairs(), 5, 0, noise)
+
+
+def test_a_ledger_that_goes_on_notices_an_old_journal_and_a_changed_one(tmp_path):
+    ledger, old = of(tmp_path), b""
+    for i in range(3):
+        old = ledger.journal_path.read_bytes() if i else b""
+        ledger.release(spending(), i, 0, noise)
+    new = ledger.journal_path.read_bytes()
+    changed = new.replace(b"0.1,", b"0.2,") if b"0.1," in new else new.replace(b"0.1}", b"0.2}")
+    for content, match in ((old, "lost, cut, or replaced"), (changed, "fails its checksum")):
+        assert content != new
+        ledger.journal_path.write_bytes(content)
+        for ask in (ledger.history, lambda: ledger.release(spending(), 3, 0, noise)):
+            with pytest.raises(JournalError, match=match):
+                ask()
+    ledger.journal_path.write_bytes(new)
+    ledger.release(spending(), 3, 0, noise)
+    assert ledger.history() == [(event, 1) for event in EVENTS[:4]]
 
 
 def test_a_lost_journal_is_not_begun_again(states):

@@ -83,6 +83,13 @@ def test_only_a_trusted_server_gets_sums_without_noise_and_no_disk_does(tmp_path
     assert client(tmp_path, plan, trusts_server=True).answer(request) == reply
     payload = Message.from_bytes(reply).tensors["sum"].numpy().tobytes()
     assert payload in reply and all(payload not in content for content in files(tmp_path).values())
+    one = server(plan, noise="server", num_clients=2)
+    assert one.receive(0, reply) and one.awaited == {1}  # the sum so far is that reply's
+    torch.save(one.state_dict(), tmp_path / "server.pt")
+    assert payload not in (tmp_path / "server.pt").read_bytes()
+    again = server(plan, noise="server", num_clients=2)
+    again.load_state_dict(one.state_dict())
+    assert again.awaited == {0, 1} and again.request(0) == one.request(1)
 
 
 @pytest.mark.parametrize("start", [START, START + 1])
