@@ -16,8 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_dp import (
     AbstractPostProcessor,
     AdaptiveQuantile,
+    BandedNoise,
     Checks,
     CubicNewton,
+    CyclicPoisson,
     Diff2,
     DPAdamW,
     Exponential,
@@ -227,6 +229,7 @@ class Clips(Still):
         ({"postprocessing": [LaplacianSmoothing(1.0, per_parameter=True)]}, {}, "per_parameter"),
         ({"postprocessing": [LaplacianSmoothing(1.0), LaplacianSmoothing(2.0)]}, {}, "sigma=2.0"),
         ({"checks": Checks(gradient_edits="centred")}, {}, "gradient_edits='centred'"),
+        ({"noise": BandedNoise(4), "sampling": CyclicPoisson(4)}, {}, r"BandedNoise\(.* not indep"),
         ({}, {"gradient_clip_val": 1.0}, r"gradient_clip_val=1\.0"),
         ({}, {"model": Clips}, "clipping of the private gradient"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import pickle
@@ -16,6 +17,7 @@ from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_dp import Poisson, RandomAllocation
 from lightning_dp._noise import CipherStream, NoiseSource, random_generator
 from lightning_dp._refusals import RefusedSetting
 from lightning_dp._world import World
@@ -201,6 +203,18 @@ def test_a_private_fit_with_secure_noise(make_trainer, engine):
     assert privacy.steps == 4 and bool(flat(model).isfinite().all())
     report = privacy.report()
     assert report.private and "AES-256" in report.mechanism["random numbers"]
+
+
+@pytest.mark.parametrize("sampling", [Poisson(), RandomAllocation()])
+def test_batches_of_a_fit_come_from_the_cipher_too(make_trainer, monkeypatch, sampling):
+    """It runs without the generator that is seeded."""
+    monkeypatch.setattr(np.random, "PCG64DXSM", None)
+    loader = DataLoader(TensorDataset(*records(60)), 12)
+    for is_secure in (True, False):
+        privacy, model = private(secure_noise=is_secure, sampling=sampling), Classifier(nn.Linear(6, 3))
+        trainer = make_trainer(callbacks=[privacy], max_steps=4)
+        with contextlib.nullcontext() if is_secure else pytest.raises(TypeError):
+            trainer.fit(model, loader)
 
 
 @pytest.mark.parametrize("secure_noise", [False, True])
