@@ -1,6 +1,7 @@
 """Gains of samplings, remembered noise and averaged weights at equal ε and equal compute, tuned alike.
 
     python benchmarks/equal_compute.py --data DIR [--epsilon 3] [--noises 20] [--workers 1] [--quick]
+    python benchmarks/equal_compute.py --data DIR --ways averaged    # and the first
 
 A linear layer on MNIST's scattering features, averaged over cells of 2 x 2: 5 epochs of 512 records, SGD
 with momentum 0.9, δ = 1e-5. Each way has four learning rates, tried with one noise; the best one then
@@ -144,6 +145,7 @@ def main() -> None:
     parser.add_argument(
         "--noises", type=int, default=20, help="runs that are reported, of each way"
     )
+    parser.add_argument("--ways", default="", help="a part of the names of those beside the first")
     parser.add_argument("--workers", type=int, default=1, help="processes, one thread each")
     parser.add_argument("--quick", action="store_true", help="few records, one epoch, two noises")
     options = parser.parse_args()
@@ -158,6 +160,8 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     with joblib.Parallel(options.workers) as several:  # which map the features, not copy them
         for way in ways(len(x), options.epsilon):
+            if first and options.ways not in way.name:
+                continue
             run = joblib.delayed(partial(accuracy, way, epochs=epochs, data=data))
             tried = several(run(rate, TUNED) for rate in rates)
             best = rates[max(range(len(rates)), key=tried.__getitem__)]
