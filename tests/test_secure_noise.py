@@ -211,7 +211,10 @@ def test_batches_of_a_fit_come_from_the_cipher_too(make_trainer, monkeypatch, sa
     monkeypatch.setattr(np.random, "PCG64DXSM", None)
     loader = DataLoader(TensorDataset(*records(60)), 12)
     for is_secure in (True, False):
-        privacy, model = private(secure_noise=is_secure, sampling=sampling), Classifier(nn.Linear(6, 3))
+        privacy, model = (
+            private(secure_noise=is_secure, sampling=sampling),
+            Classifier(nn.Linear(6, 3)),
+        )
         trainer = make_trainer(callbacks=[privacy], max_steps=4)
         with contextlib.nullcontext() if is_secure else pytest.raises(TypeError):
             trainer.fit(model, loader)
