@@ -3,8 +3,9 @@
     python examples/papers/async_federated.py --data DIR [--part NAME ...] [--loss NAME ...] [--quick]
 
 Parts: sizes (Table 3: accuracy for constant sample sizes), rounds (20 rounds against 9), growth
-(figures 3 to 5), lag, biased
-(clients with one digit each), private (σ = 8 against the smallest valid σ at (1, 5.5e-8) on w8a).
+(figures 3 to 5), steps (figure 9), lag, biased (clients with one class each: figures 2 and 10),
+biased-lenet (figure 11), lenet (figure 8), private (σ = 8 against the smallest valid σ at (1, 5.5e-8) on w8a), private-lenet
+(the same on MNIST: figure 13).
 DIR holds a9a, covertype_subset, phishing, ijcnn1, w8a and mnist as .npz. Prints Markdown; the run
 that was recorded is in results/async_federated.md.
 """
@@ -18,13 +19,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from async_federated_private import private_part
+from async_federated_data import TWO_DIGITS
+from async_federated_private import private_lenet_part, private_part
 from async_federated_run import (
     CLIENTS,
     GRADIENTS,
     LAG,
     LOSSES,
     MNIST_CLIENTS,
+    clients_of,
     lenet_run,
     plain_run,
     strongly_convex,
@@ -68,8 +71,7 @@ def sizes_part(options: argparse.Namespace) -> None:
                 )
                 for s in SIZES
             ]
-            kind = "strongly convex" if convex else "convex"
-            print(f"| {name} | {kind} | " + " | ".join(cells) + " |", flush=True)
+            print(f"| {name} | {kind_of(convex)} | " + " | ".join(cells) + " |", flush=True)
             paper = " | ".join(f"{value:.4f}" for value in PAPER[name, convex])
             print(f"| | paper | {paper} |", flush=True)
     if not options.quick:
@@ -97,13 +99,16 @@ def rounds_part(options: argparse.Namespace) -> None:
                 settings += [(growing, steps, local) for local in LOCAL_STEPS]
             found = [plain_runs(name, options, *each, convex, gradients) for each in settings]
             rounds = [rounds_for(sizes, gradients) for sizes, *_ in settings[:2]]
-            print_rows(name, convex, found, f"{rounds[0]}, {rounds[1]}")
+            print_rows(name, kind_of(convex), found, f"{rounds[0]}, {rounds[1]}")
 
 
-def print_rows(name: str, convex: bool, found: Sequence[Sequence[float]], *more: str) -> None:
-    """A row of accuracies, and one of their gains over the first."""
+def kind_of(convex: bool) -> str:
+    return "strongly convex" if convex else "convex"
+
+
+def print_rows(name: str, kind: str, found: Sequence[Sequence[float]], *more: str) -> None:
+    """Print a row of accuracies, and one of their gains over the first."""
     cells = [Summary.of(values).text(4) for values in found]
-    kind = "strongly convex" if convex else "convex"
     gains = gains_text([(values, found[0]) for values in found[1:]], 4)
     for row in ([name, kind, *cells, *more], ["", "gain over the first", "", *gains]):
         print(f"| {' | '.join(row)} |", flush=True)
@@ -119,10 +124,11 @@ def plain_runs(
     gradients: int = GRADIENTS,
     lag: int = LAG,
     biased: bool = False,
+    auc: bool = False,
 ) -> list[float]:
-    """The accuracy with each seed."""
+    """The accuracy, or the AUC, with each seed."""
     what = (name, options.data, sizes, steps, local_steps, convex, gradients, lag, biased)
-    return [finished(plain_run, *what, seed) for seed in range(options.seeds)]
+    return [finished(plain_run, *what, seed)[auc] for seed in range(options.seeds)]
 
 
 def plain_cell(*what: Any, **more: Any) -> str:
@@ -159,7 +165,28 @@ def growth_part(options: argparse.Namespace) -> None:
                 plain_runs(name, options, sizes, steps, "diminishing2", convex, gradients)
                 for sizes in growths.values()
             ]
-            print_rows(name, convex, found)
+            print_rows(name, kind_of(convex), found)
+
+
+def steps_part(options: argparse.Namespace) -> None:
+    """The paper's figure 9b: constant steps with growing sizes, on w8a."""
+    print("\n## Constant steps with growing sizes, w8a, strongly convex, 9 rounds, K = 20,000\n")
+    print(f"{TEST}\n")
+    growing, gradients = PolynomialSizes(a=CLIENTS * 89, first=1), GRADIENTS
+    settings = {"η0 = 0.1, diminishing2": InverseSteps(0.1, 0.001)}
+    settings |= {f"η = {eta:g}": InverseSteps(eta) for eta in (0.1, 0.03, 0.01, 0.005, 0.001)}
+    if options.quick:
+        settings, gradients = dict(list(settings.items())[:2]), 2000
+    print(table(["data", "measure", *settings], []), flush=True)
+    for measure in ("accuracy", "AUC"):
+        found = [
+            plain_runs(
+                *("w8a", options, growing, steps, "diminishing2", True, gradients),
+                auc=measure == "AUC",
+            )
+            for steps in settings.values()
+        ]
+        print_rows("w8a", measure, found)
 
 
 def lag_part(options: argparse.Namespace) -> None:
@@ -182,23 +209,26 @@ def lag_part(options: argparse.Namespace) -> None:
 # -- biased clients, LeNet -------------------------------------------------------------------
 
 
-def lenet_cell(
+def lenet_runs(
     options: argparse.Namespace,
     clients: int,
     sizes: SampleSizes,
     steps: StepSizes,
     *,
     biased: bool = False,
-) -> str:
-    what = (options.data, clients, sizes, steps, biased)
-    return Summary.of([finished(lenet_run, *what, seed) for seed in range(options.seeds)]).text(4)
+) -> list[float]:
+    """The accuracy with each seed."""
+    what = (options.data, clients, sizes, steps, biased, 400 if options.quick else GRADIENTS)
+    return [finished(lenet_run, *what, seed) for seed in range(options.seeds)]
 
 
 def mnist_sizes(options: argparse.Namespace) -> None:
     """Table 3 for LeNet."""
     steps = InverseSteps(0.0025)
     cells = [
-        lenet_cell(options, MNIST_CLIENTS, PolynomialSizes(0, MNIST_CLIENTS * s), steps)
+        Summary.of(
+            lenet_runs(options, MNIST_CLIENTS, PolynomialSizes(0, MNIST_CLIENTS * s), steps)
+        ).text(4)
         for s in SIZES
     ]
     print(f"| mnist | LeNet, {MNIST_CLIENTS} clients | " + " | ".join(cells) + " |")
@@ -207,34 +237,71 @@ def mnist_sizes(options: argparse.Namespace) -> None:
 
 
 def biased_part(options: argparse.Namespace) -> None:
-    """Clients whose records are all of one class, or of few."""
-    print("\n## Biased clients: 9 rounds of growing size, diminishing2\n")
-    print("| data | clients | mixed | one class each |\n| --- | --- | --- | --- |")
-    growing = PolynomialSizes(a=CLIENTS * 89, first=1)
-    steps = InverseSteps(GROWING_RATES[True][1], 0.001)
-    for name in ["a9a"] if options.quick else ["a9a", "covertype_subset"]:
-        cells = [
-            plain_cell(*(name, options, growing, steps, "diminishing2"), True, biased=biased)
-            for biased in (False, True)
-        ]
-        print(f"| {name}, strongly convex | {CLIENTS} | {' | '.join(cells)} |", flush=True)
-    if options.quick:
-        return
-    for sizes, rates, rounds in (
-        (PolynomialSizes(a=100, first=1), InverseRootSteps(0.01, 0.01), "20 rounds of 10, 20, ..."),
-        (PolynomialSizes(0, 200), InverseSteps(0.0025), "100 rounds of 20, η = .0025"),
+    """Clients whose records are all of one class: figures 2 and 10, and other data."""
+    print("\n## Biased clients, growing sizes, diminishing2, η0 = 0.01\n")
+    print(f"{TEST}\n")
+    print(table(["data, rounds", "loss", "mixed", "one class each"], []), flush=True)
+    names = {"a9a": 89} if options.quick else {"a9a": 89, "covertype_subset": 89, TWO_DIGITS: 50}
+    for name, size in names.items():
+        sizes = PolynomialSizes(a=clients_of(name) * size, first=1)
+        gradients = 10_000 if name == TWO_DIGITS else GRADIENTS
+        for convex in strongly_convex(options):
+            steps = InverseSteps(0.01, 0.001) if convex else InverseRootSteps(0.01, 0.01)
+            found = [
+                plain_runs(
+                    *(name, options, sizes, steps, "diminishing2", convex, gradients),
+                    biased=biased,
+                )
+                for biased in (False, True)
+            ]
+            print_rows(f"{name}, {rounds_for(sizes, gradients)}", kind_of(convex), found)
+
+
+def biased_lenet_part(options: argparse.Namespace) -> None:
+    """The paper's figure 11, as printed and with other sizes: ten clients with one digit each."""
+    print("\n## Biased clients, LeNet, 10 clients, K = 20,000\n")
+    print(f"{TEST}\n")
+    print(table(["data", "rounds", "mixed", "one digit each"], []), flush=True)
+    for sizes, rates, words in (
+        (PolynomialSizes(a=50, first=1), InverseRootSteps(0.01, 0.01), "28 of 5, 10, ..."),
+        (PolynomialSizes(a=100, first=1), InverseRootSteps(0.01, 0.01), "20 of 10, 20, ..."),
+        (PolynomialSizes(0, 200), InverseSteps(0.0025), "100 of 20, η = .0025"),
     ):
-        cells = [lenet_cell(options, 10, sizes, rates, biased=biased) for biased in (False, True)]
-        print(f"| mnist, LeNet | 10, {rounds} | {' | '.join(cells)} |", flush=True)
+        found = [lenet_runs(options, 10, sizes, rates, biased=biased) for biased in (False, True)]
+        print_rows("mnist", words, found)
+
+
+def lenet_part(options: argparse.Namespace) -> None:
+    """The paper's figure 8: LeNet with growing sizes."""
+    print(f"\n## LeNet with growing sizes, {MNIST_CLIENTS} clients, K = 20,000\n")
+    print(f"{TEST}\n")
+    growing = PolynomialSizes(a=50, first=1)
+    settings: dict[str, tuple[SampleSizes, StepSizes]] = {
+        f"constant {s}, η = .0025": (PolynomialSizes(0, s * MNIST_CLIENTS), InverseSteps(0.0025))
+        for s in (50, 200)
+    }
+    settings |= {
+        f"growing, η0 = {eta:g}": (growing, InverseRootSteps(eta, 0.01)) for eta in (0.1, 0.01)
+    }
+    if options.quick:
+        settings = dict(list(settings.items())[:2])
+    rounds = [str(rounds_for(sizes, GRADIENTS)) for sizes, _ in settings.values()]
+    print(table(["data", "rounds", *settings], [["", "", *rounds]]), flush=True)
+    found = [lenet_runs(options, MNIST_CLIENTS, *each) for each in settings.values()]
+    print_rows("mnist", "accuracy", found)
 
 
 PARTS = {
     "sizes": sizes_part,
     "rounds": rounds_part,
     "growth": growth_part,
+    "steps": steps_part,
     "lag": lag_part,
     "biased": biased_part,
+    "biased-lenet": biased_lenet_part,
+    "lenet": lenet_part,
     "private": private_part,
+    "private-lenet": private_lenet_part,
 }
 
 

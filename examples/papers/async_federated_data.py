@@ -10,16 +10,23 @@ import numpy as np
 import torch
 from outer_products import NetworkGradients, Outer
 from torch import Tensor, nn
+from trainee import Trainee
 
 from lightning_dp.boundary import BoundedSum, Query, bounded_sum
 from lightning_dp.functional import flatten, unflatten
 
 COVERTYPE_CLASS = 2  # against the rest: LIBSVM's covtype.binary
+TWO_DIGITS = "MNIST, 0 and 1"
 
 
 @lru_cache(maxsize=2)
 def binary(name: str, folder: str) -> tuple[Tensor, Tensor]:
     """Features with a constant column, and labels -1/+1, in a random order that never changes."""
+    if name == TWO_DIGITS:
+        images, digits, *_ = mnist(folder)
+        chosen = digits <= 1
+        x = images[chosen].flatten(1)
+        return torch.cat([x, torch.ones(len(x), 1)], dim=1), digits[chosen].float() * 2 - 1
     path = archives.find(name, archives.folder_of(folder), name)
     if path is None:
         raise SystemExit(2)
@@ -89,26 +96,21 @@ def lenet() -> nn.Sequential:
         )
 
 
-class LeNetRecords:
-    """One client's digits, without privacy: sums that are not clipped."""
-
-    unit = "record"
+class LeNetRecords(Trainee):
+    """One client's digits; sums that are not clipped take one pass for all records."""
 
     def __init__(self, images: Tensor, digits: Tensor) -> None:
-        self._images, self._digits, self._model = images, digits, lenet()
-        self._params = list(self._model.parameters())
-
-    @property
-    def num_records(self) -> int:
-        return len(self._digits)
+        super().__init__(lenet(), images, digits)
 
     def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
-        assert query.clip_norm == float("inf") and query.terms[0].point is not None
-        load(self._params, query.terms[0].point)
+        if query.clip_norm < float("inf"):
+            return super().bounded_sum(query, records)
+        assert query.terms[0].point is not None
+        load(self.params, query.terms[0].point)
         chosen = list(records)
-        outputs = self._model(self._images[chosen])
-        loss = nn.functional.cross_entropy(outputs, self._digits[chosen], reduction="sum")
-        return BoundedSum.received(flatten(torch.autograd.grad(loss, self._params)), query)
+        outputs = self.net(self.x[chosen])
+        loss = nn.functional.cross_entropy(outputs, self.y[chosen], reduction="sum")
+        return BoundedSum.received(flatten(torch.autograd.grad(loss, self.params)), query)
 
 
 def load(params: Sequence[Tensor], point: Tensor) -> None:

@@ -6,11 +6,20 @@ import argparse
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
-from async_federated_data import LeNetRecords, LogisticRecords, binary, lenet, load, mnist
+from async_federated_data import (
+    TWO_DIGITS,
+    LeNetRecords,
+    LogisticRecords,
+    binary,
+    lenet,
+    load,
+    mnist,
+)
 from scratch_ledger import ScratchLedger
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
@@ -68,15 +77,11 @@ def federate(
 ) -> tuple[Tensor, float]:
     """The model at the end and the largest ε of a client; clients answer in a random order."""
     server = AsyncServer("paper", plan, start, len(records))
-    settings = {"run": "paper", "share": share}
-    clients = [
-        AsyncClient(each, plan, privacy, ScratchLedger(), **settings)
-        if local_steps is None
-        else WalkingClient(
-            each, plan, privacy, ScratchLedger(), **settings, local_steps=local_steps
-        )
-        for each in records
-    ]
+    make = AsyncClient if local_steps is None else partial(WalkingClient, local_steps=local_steps)
+    clients = []
+    for number, each in enumerate(records, len(records) * seed):
+        own = replace(privacy, seed=number)
+        clients.append(make(each, plan, own, ScratchLedger(), run="paper", share=share))
     rng = random.Random(seed)
     while not server.is_done:
         c = rng.randrange(len(records))
@@ -109,7 +114,10 @@ class Split:
         held, train = order[: int(TEST_SHARE * len(y))], order[int(TEST_SHARE * len(y)) :]
         if biased:
             train = train[torch.argsort(y[train], stable=True)]
-        return cls([(x[part], y[part]) for part in train.chunk(CLIENTS)], x[held], y[held])
+        parts = train.chunk(clients_of(name))
+        if biased and name == TWO_DIGITS:  # the digits are not equally many
+            parts = train.split([int((y[train] == digit).sum()) for digit in (-1, 1)])
+        return cls([(x[part], y[part]) for part in parts], x[held], y[held])
 
     def records(self, *, strongly_convex: bool) -> list[LogisticRecords]:
         decay = 1 / sum(len(y) for _, y in self.clients) if strongly_convex else 0.0
@@ -123,6 +131,11 @@ class Split:
 
     def auc(self, point: Tensor) -> float:
         return float(roc_auc_score(self.y.numpy() > 0, (self.x @ point).numpy()))
+
+
+def clients_of(name: str) -> int:
+    """Return how many clients a data set is dealt out to."""
+    return 2 if name == TWO_DIGITS else CLIENTS
 
 
 NO_PRIVACY = ClientPrivacy(math.inf, 0.0, target_epsilon=math.inf)
@@ -139,23 +152,30 @@ def plain_run(
     lag: int,
     biased: bool,
     seed: int,
-) -> float:
-    """Accuracy without privacy: the model moves inside a round, as in the paper.
+) -> tuple[float, float]:
+    """Accuracy and AUC without privacy: the model moves inside a round, as in the paper.
 
     ``sizes`` are those of all clients together, as is t in the step sizes.
     """
     split = Split.of(name, folder, seed, biased=biased)
     plan = AsyncPlan(rounds_for(sizes, gradients), sizes, steps, lag=lag)
     records = split.records(strongly_convex=strongly_convex)
-    point, _ = federate(records, split.start(), plan, NO_PRIVACY, seed, local_steps, 1 / CLIENTS)
-    return split.accuracy(point)
+    share = 1 / clients_of(name)
+    point, _ = federate(records, split.start(), plan, NO_PRIVACY, seed, local_steps, share)
+    return split.accuracy(point), split.auc(point)
 
 
 # -- LeNet -----------------------------------------------------------------------------------
 
 
 def lenet_run(
-    folder: str, clients: int, sizes: SampleSizes, steps: StepSizes, biased: bool, seed: int
+    folder: str,
+    clients: int,
+    sizes: SampleSizes,
+    steps: StepSizes,
+    biased: bool,
+    gradients: int,
+    seed: int,
 ) -> float:
     """Accuracy on the test set; biased clients have digits in order, ten of them one digit each."""
     images, digits, *test = mnist(folder)
@@ -163,10 +183,15 @@ def lenet_run(
     if biased:
         order = order[torch.argsort(digits[order], stable=True)]
     records = [LeNetRecords(images[part], digits[part]) for part in order.chunk(clients)]
-    plan = AsyncPlan(rounds_for(sizes, GRADIENTS), sizes, steps, lag=LAG)
-    model = lenet()
-    start = flatten(list(model.parameters()))
+    plan = AsyncPlan(rounds_for(sizes, gradients), sizes, steps, lag=LAG)
+    start = flatten(list(lenet().parameters()))
     point, _ = federate(records, start, plan, NO_PRIVACY, seed, "diminishing2", 1 / clients)
+    return right(point, *test)
+
+
+@torch.no_grad()
+def right(point: Tensor, images: Tensor, digits: Tensor) -> float:
+    """The share of the digits that LeNet with these weights gets right."""
+    model = lenet()
     load(list(model.parameters()), point)
-    with torch.no_grad():
-        return float((model(test[0]).argmax(1) == test[1]).float().mean())
+    return float((model(images).argmax(1) == digits).float().mean())

@@ -13,6 +13,8 @@ Reproduces the experiments of "On Dynamic Noise Influence in Differential Privat
    the influence by retraining, as for the other losses, instead of from the Hessian.
 2. Poisson minibatches, calibrated by PLD accounting, through an ordinary Trainer: MNIST-10
    logistic regression and a small CNN at ε = 0.5, 1 and 3.
+3. Figure 1: descent on parabolas of different curvature, 100 repeats.
+4. Figure 2, right: a network of 2 x 100 with momentum, two forms of the influence.
 
 DIR holds mnist.npz or torchvision's MNIST/raw; LIGHTNING_DP_DATA does the same. Pictures go to
 ./outputs/dynamic_noise. As in the paper, preprocessing, the choice of T and the estimates of the
@@ -32,8 +34,10 @@ from functools import partial
 from pathlib import Path
 
 import matplotlib
+import torch
 
 matplotlib.use("Agg")
+import dynamic_noise_figures as figures
 import dynamic_noise_minibatches as minibatches
 from archives import DATA_VARIABLE, folder_of, mnist
 from common import NOISES, finished, print_heading
@@ -91,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", help=f"folder of MNIST (or set {DATA_VARIABLE})")
     parser.add_argument("--quick", action="store_true", help="a small part, in about 2 minutes")
-    parser.add_argument("--parts", type=int, nargs="+", default=[1, 2], help="1, 2 or both")
+    parser.add_argument("--parts", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--seeds", type=int, help="of part 2; default: 20, or 2 with --quick")
     parser.add_argument(
         "--epsilons", type=float, nargs="+", default=[0.5, 1.0, 3.0], help="of part 2"
@@ -117,6 +121,11 @@ def main() -> None:
             seeds = options.seeds or (2 if options.quick else NOISES)
             which = seeds, options.epsilons, options.networks
             minibatches.compare(pool, folder, options.output, *which, quick=options.quick)
+    torch.set_num_threads(1)
+    if 3 in options.parts:
+        figures.curvature_part(options.output, quick=options.quick)
+    if 4 in options.parts:
+        figures.momentum_part(folder, quick=options.quick)
     print(f"\n({time.perf_counter() - start:.0f} s in all; pictures in {options.output})")
 
 

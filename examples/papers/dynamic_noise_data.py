@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ RECORDS, COMPONENTS = 1000, 60
 
 @dataclass(frozen=True)
 class Records:
-    """N records: features (N, d) and labels -1 or 1."""
+    """N records: features (N, d) and labels, -1 and 1 or classes."""
 
     x: Tensor
     y: Tensor
@@ -28,15 +29,27 @@ def mnist35(folder: str, data_scale: float, *, each_feature: bool) -> Records:
     divides each component by its own standard deviation (the Hessian of the squared loss is then a
     multiple of the identity), otherwise all are divided by one number, and its spectrum stays.
     """
+    x, labels = _components(folder, (3, 5), each_feature=each_feature)
+    return _records(x, np.where(labels == 3, -1.0, 1.0), data_scale)
+
+
+def ten_digits(folder: str, data_scale: float) -> Records:
+    """The same of all digits, each component divided by its own standard deviation."""
+    x, labels = _components(folder, range(10), each_feature=True)
+    return _records(x, labels.astype(np.int64), data_scale)
+
+
+def _components(
+    folder: str, digits: Sequence[int], *, each_feature: bool
+) -> tuple[np.ndarray, np.ndarray]:
     images, labels, *_ = mnist(folder)
-    chosen = np.flatnonzero((labels == 3) | (labels == 5))
+    chosen = np.flatnonzero(np.isin(labels, digits))
     chosen = np.random.default_rng(0).permutation(chosen)[:RECORDS]
     x = images[chosen].reshape(len(chosen), -1) / 255.0
     x = x - x.mean(0)
     left, singular, _ = np.linalg.svd(x, full_matrices=False)
     x = left[:, :COMPONENTS] * singular[:COMPONENTS]
-    x = x / (x.std(0) if each_feature else x.std())
-    return _records(x, np.where(labels[chosen] == 3, -1.0, 1.0), data_scale)
+    return x / (x.std(0) if each_feature else x.std()), labels[chosen]
 
 
 def two_clusters(data_scale: float) -> Records:

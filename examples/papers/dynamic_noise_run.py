@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +17,7 @@ from dynamic_noise_influence import quadratic_influence, retraining_influence
 from dynamic_noise_model import Problem
 from scipy.optimize import brentq
 from scratch_ledger import mechanism_of
+from torch import Tensor
 
 from lightning_dp.accounting import calibrate
 from lightning_dp.accounting.gdp import gdp_delta
@@ -21,6 +25,7 @@ from lightning_dp.boundary import bounded_sum
 from lightning_dp.estimators import MeanGradient
 from lightning_dp.functional import unflatten
 from lightning_dp.noise_plan import NoisePlan
+from lightning_dp.postprocessing import AbstractPostProcessor
 from lightning_dp.sampling import FullBatch
 from lightning_dp.schedules import AbstractSchedule, Constant, FromInfluence
 
@@ -43,16 +48,28 @@ class Size:
     probe_repeats: int
 
 
-def descend(problem: Problem, plan: NoisePlan, steps: int, seed: int) -> float:
-    """The final loss of private gradient descent: a bare loop around the package's mechanism."""
+def descent(
+    problem: Problem,
+    plan: NoisePlan,
+    steps: int,
+    seed: int,
+    postprocessing: tuple[AbstractPostProcessor, ...] = (),
+) -> Iterator[list[Tensor]]:
+    """Parameters after each step of private descent: a bare loop around the package's mechanism."""
     params = problem.start(seed)
-    mechanism = mechanism_of(plan, steps, len(problem.records.y), seed)
+    mechanism = mechanism_of(plan, steps, len(problem.records.y), seed, postprocessing)
     while not mechanism.exhausted:
         query = mechanism.ask(params)
         mechanism.answer(bounded_sum(problem.gradients(params), query.clip_norm))
         estimate = unflatten(mechanism.tell(params), params)
         params = [p - LEARNING_RATE * g for p, g in zip(params, estimate, strict=True)]
-    return problem.value(params)
+        yield params
+
+
+def descend(problem: Problem, *what: Any) -> float:
+    """The final loss of :func:`descent`."""
+    (last,) = deque(descent(problem, *what), maxlen=1)
+    return problem.value(last)
 
 
 @lru_cache(maxsize=4096)

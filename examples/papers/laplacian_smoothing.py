@@ -6,9 +6,10 @@ Reproduces the experiments of "DP-LSSGD: A Stochastic Optimization Method to Lif
 Privacy-Preserving ERM" (Wang et al. 2019, arXiv:1906.12056, section 4) with this package's own
 pieces, and then goes beyond them:
 
-1. "paper" and "tuned": multiclass logistic regression on MNIST, ε from 0.1 to 0.3, σ from 0 to 3: the
-   paper's protocol as its authors programmed it, the same with a bound on each record; and with tight
-   accounting, larger batches and tuned learning rates.
+1. "paper", "curves", "rates" and "tuned": multiclass logistic regression on MNIST, ε from 0.1 to 0.3, σ
+   from 0 to 3: the paper's protocol as its authors programmed it, the same with a bound on each record;
+   its losses on the way (figures 1 and 3) and rates a/t (figure 4); and with tight accounting, larger
+   batches and tuned learning rates.
 2. "mnist": the paper's CNN at noise multipliers 2, 5, 8 and 10; SGD, LSSGD, Adam and LSAdam.
 3. "long": noise multiplier 10 for 60 epochs, over σ and learning rates.
 4. "cifar": the CNN of TensorFlow's CIFAR-10 tutorial, clip norm 3, noise multiplier 2.
@@ -24,9 +25,11 @@ again, which no private run may do.
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -45,6 +48,7 @@ from laplacian_smoothing_logistic import (
     DEVIATION,
     Cell,
     Protocol,
+    curves,
     paper_noise,
     right,
     splits,
@@ -52,7 +56,7 @@ from laplacian_smoothing_logistic import (
 )
 
 OUTPUT = Path("outputs/laplacian_smoothing")
-PARTS = ("paper", "tuned", "mnist", "long", "cifar")
+PARTS = ("paper", "curves", "rates", "tuned", "mnist", "long", "cifar")
 TUNING_SEED = 100  # and the following ones; the reported seeds are 0, 1, ...
 
 EPSILONS = (0.3, 0.25, 0.2, 0.15, 0.1)
@@ -69,6 +73,7 @@ PAPER = {
 }
 AUTHORS_NOISE = {0.3: 0.1162, 0.25: 0.1393, 0.2: 0.1739, 0.15: 0.2316, 0.1: 0.3471}  # on the mean
 PAPER_BATCH, PAPER_EPOCHS, AUTHORS_RATE = 128, 50, 2.0
+FIGURES = (0.3, 0.2, 0.1), (0.2, 0.1)  # ε in the figures 1, and 3 and 4
 TUNED_BATCH, TUNED_STEPS = 2048, 200
 SETTLED = (  # the rates that tuning chose (results/laplacian_smoothing.md): ε across, σ down
     ((8, 8, 4, 4, 2), (12, 12, 8, 8, 4), (16, 16, 12, 8, 4), (16, 16, 12, 8, 4)),
@@ -76,6 +81,7 @@ SETTLED = (  # the rates that tuning chose (results/laplacian_smoothing.md): ε 
     ((8, 4, 4, 2, 2), (12, 8, 8, 4, 2), (12, 12, 8, 4, 4), (16, 12, 8, 4, 4)),
 )
 
+NoiseOf = Callable[[float], float]
 Results = Mapping[tuple[float, int], np.ndarray]  # (ε, σ) -> accuracies of all seeds
 
 
@@ -106,7 +112,7 @@ def by_cell(cells: Iterable[Cell], found: list[np.ndarray]) -> Results:
     }
 
 
-def paper_protocol(folder: str, size: Size) -> None:
+def paper_protocol(folder: str, size: Size, _: Path) -> None:
     """The paper's protocol: as programmed, and with a bound on each record."""
     records = len(splits(folder, DEVIATION)["training"].y)
     planned = Protocol(
@@ -155,7 +161,114 @@ def paper_protocol(folder: str, size: Size) -> None:
         sys.stdout.flush()
 
 
-def tuned_protocol(folder: str, size: Size) -> None:
+def figures_protocols(folder: str, epochs: int) -> list[tuple[str, Protocol, NoiseOf]]:
+    """The authors' program, and the same with a bound on each record and its tight noise."""
+    records = len(splits(folder, DEVIATION)["training"].y)
+    epoch = -(-records // PAPER_BATCH)
+    shown = Protocol(records, PAPER_BATCH, epochs * epoch, "1/t by epoch")
+
+    def tight(budget: float) -> float:
+        noise = tight_noise(records, PAPER_BATCH, PAPER_EPOCHS * epoch, budget)
+        return noise if math.isfinite(budget) else 0.0
+
+    return [
+        ("As programmed: the mean gradient clipped (no guarantee)",
+         replace(shown, clips_mean=True), lambda e: AUTHORS_NOISE.get(e, 0.0) * PAPER_BATCH),
+        ("Each record clipped, tight noise for 50 epochs", shown, tight),
+    ]  # fmt: skip
+
+
+def curves_part(folder: str, size: Size, output: Path) -> None:
+    """Figures 1 and 3: losses on the way."""
+    of_figure_1, of_figure_3 = ([e for e in size.epsilons if e in some] for some in FIGURES)
+    wanted = [(e, 0) for e in (math.inf, *of_figure_1)]
+    wanted += [(e, s) for e in of_figure_3 for s in size.sigmas if s in (1, 3)]
+    figure, axes = plt.subplots(2, 2, figsize=(11, 8))
+    for row, (name, protocol, noise_of) in zip(
+        axes, figures_protocols(folder, size.epochs), strict=True
+    ):
+        cells = [Cell(e, s, noise_of(e), AUTHORS_RATE) for e, s in wanted]
+        at = np.unique(np.geomspace(10, protocol.steps, 16).round().astype(int)).tolist()
+        found = np.array(
+            [finished(curves, folder, protocol, cells, seed, at) for seed in range(size.seeds)]
+        )  # (seeds, steps, cells, parts)
+        print(f"\n### Losses after {protocol.steps} steps: {name}\n\n{size.seeds} seeds.\n")
+        base = {e: i for i, (e, s) in enumerate(wanted) if not s}
+        compared = [i for i, (_, s) in enumerate(wanted) if s]
+        pairs = [
+            (found[:, -1, i, k], found[:, -1, base[wanted[i][0]], k])
+            for i in compared
+            for k in (0, 1)
+        ]
+        gains = dict(
+            zip([(i, k) for i in compared for k in (0, 1)], gains_text(pairs, 3), strict=True)
+        )
+        rows = []
+        for i, (e, s) in enumerate(wanted):
+            cells_of_row = [f"{e:g}", f"{s}"]
+            for k in (0, 1):
+                cells_of_row += [Summary.of(found[:, -1, i, k]).text(3), gains.get((i, k), "")]
+            rows.append(cells_of_row)
+        header = ("ε", "σ", "training loss", "over σ = 0", "validation loss", "over σ = 0")
+        print(table(header, rows), flush=True)
+        for k, ax in enumerate(row):
+            for i, (e, s) in enumerate(wanted):
+                name_of = f"ε = {e:g}, σ = {s}"
+                ax.plot(at, found[:, :, i, k].mean(0), "-" if s else "--", label=name_of, lw=1.2)
+            ax.set(xscale="log", yscale="log", xlabel="step", title=name[:40])
+            ax.set_ylabel(("training loss", "validation loss")[k])
+            ax.grid(alpha=0.3, which="both")
+    axes[0, 0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(output / "curves.png", dpi=90)
+    plt.close(figure)
+
+
+def rates_part(folder: str, size: Size, _: Path) -> None:
+    """Figure 4: rates a/t, at ε = 0.1 and 0.2."""
+    rates = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0)[: 6 if size.epochs > 1 else 2]
+    budgets = [e for e in size.epsilons if e in FIGURES[1]]
+    sigmas = [s for s in size.sigmas if s != 2]  # the paper's table has no difference to 3
+    for name, protocol, noise_of in figures_protocols(folder, min(size.epochs, 2)):
+        cells = [Cell(e, s, noise_of(e), a) for e in budgets for s in sigmas for a in rates]
+        found = [
+            finished(right, folder, protocol, cells, seed, "test", DEVIATION, False)
+            for seed in range(size.seeds)
+        ]
+        shape = (size.seeds, len(budgets), len(sigmas), len(rates))
+        results = np.array(found).reshape(shape)
+        print(
+            f"\n### Rates a/t: {name}\n\n{protocol.steps} steps, {size.seeds} seeds, accuracy, %.\n"
+        )
+        header = ["ε", "σ", *(f"a = {a:g}" for a in rates)]
+        rows = [
+            [
+                f"{e:g}",
+                f"{s}",
+                *(Summary.of(results[:, i, j, k]).text(2) for k in range(len(rates))),
+            ]
+            for i, e in enumerate(budgets)
+            for j, s in enumerate(sigmas)
+        ]
+        print(table(header, rows) + "\n\nGain over σ = 0 in percentage points:\n")
+        places = list(
+            itertools.product(range(len(budgets)), range(1, len(sigmas)), range(len(rates)))
+        )
+        texts = gains_text([(results[:, i, j, k], results[:, i, 0, k]) for i, j, k in places], 2)
+        width = len(rates)
+        print(
+            table(
+                header,
+                [
+                    [f"{budgets[i]:g}", f"{sigmas[j]}", *texts[n : n + width]]
+                    for n, (i, j, _) in list(enumerate(places))[::width]
+                ],
+            ),
+            flush=True,
+        )
+
+
+def tuned_protocol(folder: str, size: Size, _: Path) -> None:
     """Tight accounting, large batches, the learning rate of each cell chosen on validation data."""
     records = len(splits(folder)["training"].y)
     linear = Protocol(records, min(TUNED_BATCH, records // 2), TUNED_STEPS, "linear")
@@ -319,6 +432,14 @@ def convolutional(part: str, folder: str, output: Path, size: cnn.Size) -> None:
     plt.close(figure)
 
 
+LOGISTIC: dict[str, Callable[[str, Size, Path], None]] = {
+    "paper": paper_protocol,
+    "curves": curves_part,
+    "rates": rates_part,
+    "tuned": tuned_protocol,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", help=f"folder of the data (or set {DATA_VARIABLE})")
@@ -334,11 +455,10 @@ def main() -> None:
     print_heading("Laplacian smoothing", sys.argv[1:], options.data)
     for part in [options.only] if options.only else PARTS:
         start = time.perf_counter()
-        if part in ("paper", "tuned"):
+        if part in LOGISTIC:
             print(f"\n## 1. Multiclass logistic regression on MNIST\n\n{TEST}")
-            protocol = paper_protocol if part == "paper" else tuned_protocol
-            size = replace(FULL, is_settled=options.settled)
-            protocol(folder, QUICK if options.quick else size)
+            size = QUICK if options.quick else replace(FULL, is_settled=options.settled)
+            LOGISTIC[part](folder, size, options.output)
         elif part == "cifar" and not has_cifar10(folder):
             print(f"\n## 4. CIFAR-10 is left out: {folder} does not hold {CIFAR10_LAYOUTS}.")
             continue

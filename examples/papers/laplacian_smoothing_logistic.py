@@ -9,7 +9,7 @@ differences are paired.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -146,9 +146,7 @@ def clipped_sums(params: Tensor, x: Tensor, y: Tensor, protocol: Protocol) -> Te
     Record i has the gradient δ_i ⊗ (x_i, 1), of norm ‖δ_i‖ √(‖x_i‖² + 1), δ_i = softmax - one-hot.
     """
     cells = len(params)
-    weight = params[:, :WEIGHTS].reshape(cells * CLASSES, PIXELS)
-    scores = torch.addmm(params[:, WEIGHTS:].reshape(-1), x, weight.T).view(-1, cells, CLASSES)
-    delta = scores.softmax(-1)
+    delta = scores_of(params, x).softmax(-1)
     delta[torch.arange(len(y)), :, y] -= 1
     lengths = (x.square().sum(1) + 1).sqrt()
     if not protocol.clips_mean:
@@ -162,13 +160,13 @@ def clipped_sums(params: Tensor, x: Tensor, y: Tensor, protocol: Protocol) -> Te
     return sums
 
 
-def train(records: Split, protocol: Protocol, cells: Sequence[Cell], seed: int) -> Tensor:
-    """The parameters of every cell at the end, (cells, 7850)."""
+def iterates(
+    records: Split, protocol: Protocol, cells: Sequence[Cell], seed: int
+) -> Iterator[Tensor]:
+    """The parameters of every cell after each step, (cells, 7850), in one place."""
     rng, noise = random_generator(seed, 1), OneDrawForAll(seed)
     params = torch.zeros(len(cells), WEIGHTS + CLASSES)
-    average = torch.zeros_like(params)
     rates = torch.tensor([cell.learning_rate for cell in cells]).unsqueeze(1)
-    half = protocol.steps // 2
     for step in range(protocol.steps):
         chosen = torch.from_numpy(Poisson().draw(len(records.y), protocol.sample_rate, rng))
         sums = clipped_sums(params, records.x[chosen], records.y[chosen], protocol)
@@ -176,9 +174,27 @@ def train(records: Split, protocol: Protocol, cells: Sequence[Cell], seed: int) 
         estimates = smoothed(private_means(sums, protocol, cells, noise), cells)
         estimates += protocol.weight_decay * params
         params -= rates * protocol.rate_at(step) * estimates
+        yield params
+
+
+def train(records: Split, protocol: Protocol, cells: Sequence[Cell], seed: int) -> Tensor:
+    """The parameters of every cell at the end, (cells, 7850)."""
+    half, average = protocol.steps // 2, torch.zeros(())
+    for step, params in enumerate(iterates(records, protocol, cells, seed)):
         if step >= half:
-            average += params / (protocol.steps - half)
+            average = average + params / (protocol.steps - half)
     return average if protocol.is_averaged else params
+
+
+def curves(
+    folder: str, protocol: Protocol, cells: Sequence[Cell], seed: int, at: Sequence[int]
+) -> np.ndarray:
+    """Training and validation losses (last) of each cell after some numbers of steps (first)."""
+    data, found = splits(folder, DEVIATION), []
+    for step, params in enumerate(iterates(data["training"], protocol, cells, seed), start=1):
+        if step in at:
+            found.append([losses(params, data[part]) for part in ("training", "validation")])
+    return np.array(found).transpose(0, 2, 1)
 
 
 def private_means(
@@ -216,7 +232,21 @@ def right(
 
 def accuracies(params: Tensor, records: Split) -> np.ndarray:
     """Percent of the records that each cell classifies correctly."""
-    weight = params[:, :WEIGHTS].reshape(-1, PIXELS)
-    scores = torch.addmm(params[:, WEIGHTS:].reshape(-1), records.x, weight.T)
-    guesses = scores.view(len(records.y), -1, CLASSES).argmax(-1)
+    guesses = scores_of(params, records.x).argmax(-1)
     return 100 * (guesses == records.y.unsqueeze(1)).double().mean(0).numpy()
+
+
+def losses(params: Tensor, records: Split) -> np.ndarray:
+    """The mean cross-entropy of each cell."""
+    total = torch.zeros(len(params), dtype=torch.float64)
+    for x, y in zip(records.x.split(5000), records.y.split(5000), strict=True):
+        scores = scores_of(params, x)
+        total += scores.logsumexp(-1).double().sum(0)
+        total -= scores[torch.arange(len(y)), :, y].double().sum(0)
+    return (total / len(records.y)).numpy()
+
+
+def scores_of(params: Tensor, x: Tensor) -> Tensor:
+    """(records, cells, classes)."""
+    weight = params[:, :WEIGHTS].reshape(-1, PIXELS)
+    return torch.addmm(params[:, WEIGHTS:].reshape(-1), x, weight.T).view(len(x), -1, CLASSES)

@@ -16,6 +16,7 @@ from lightning_dp.accounting import PLDAccountant, PoissonGaussian, calibrate
 from lightning_dp.boundary import Query, Term, bounded_sum
 from lightning_dp.federated import PolynomialSizes
 from lightning_dp.federated.asynchronous import rounds_for
+from lightning_dp.functional import flatten
 from lightning_dp.gradients.parameter_sum import MaterialisedGradients
 
 
@@ -53,8 +54,48 @@ def test_logistic_sums_are_those_of_autograd_and_the_package(example, decay, cli
     torch.testing.assert_close(found.value, expected.value)
 
 
+@pytest.mark.parametrize("chosen", [[], [2], [0, 3, 5]])
+def test_lenets_private_sums_are_sums_of_clipped_gradients(example, chosen):
+    generator = torch.Generator().manual_seed(0)
+    images, digits = torch.rand(6, 1, 28, 28, generator=generator), torch.arange(6)
+    records = example.LeNetRecords(images, digits)
+    start = flatten(list(example.lenet().parameters()))
+    point = start + 0.05 * torch.randn(len(start), generator=generator)
+    plain = Query((Term(1.0, point),), math.inf, 0.0)
+    each = [records.bounded_sum(plain, [i]).value for i in range(6)]
+    clip_norm = float(torch.stack(each).norm(dim=1).median())
+    expected = sum(
+        (each[i] * min(1.0, clip_norm / float(each[i].norm())) for i in chosen),
+        torch.zeros_like(point),
+    )
+    found = records.bounded_sum(Query((Term(1.0, point),), clip_norm, 1.0), chosen)
+    assert found.clip_norm == clip_norm
+    torch.testing.assert_close(found.value, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_biased_clients_of_two_digits_have_one_each(import_paper, mnist_folder):
+    run = import_paper("async_federated_run")
+    for biased in (False, True):
+        split = run.Split.of(run.TWO_DIGITS, str(mnist_folder), 0, biased=biased)
+        kinds = [len(y.unique()) for _, y in split.clients]
+        assert kinds == ([1, 1] if biased else [2, 2])
+        assert sum(len(y) for _, y in split.clients) == pytest.approx(4 * len(split.y), abs=4)
+
+
+def test_a_private_run_repeats_number_by_number(import_paper, mnist_folder):
+    private = import_paper("async_federated_private")
+    private.LENET_RECORDS = 1000
+    what = (str(mnist_folder), PolynomialSizes(0, 16), 2)
+    runs = [private.private_lenet_run(*what, sigma, 0.5, 3) for sigma in (1.0, 1.0, 2.0)]
+    assert runs[0] == runs[1]
+    assert runs[0][2] == pytest.approx(
+        private.true_epsilon(PolynomialSizes(0, 16), 1.0, 2, 1000), rel=1e-6
+    )
+    assert runs[2][2] < runs[0][2]
+
+
 @pytest.mark.slow
-def test_it_runs_on_small_archives(run_paper, tmp_path):
+def test_it_runs_on_small_archives(run_paper, mnist_folder, tmp_path):
     rng = np.random.default_rng(0)
     for name, n in (("a9a", 10_000), ("w8a", 49_749)):
         x = rng.random((n, 12)).astype(np.float32)
@@ -63,7 +104,7 @@ def test_it_runs_on_small_archives(run_paper, tmp_path):
     arguments = ["--data", str(tmp_path), "--quick", "--seeds", "1"]
     done = run_paper("async_federated.py", *arguments, data=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("## ") == 6
+    assert done.stdout.count("## ") == 10
 
 
 # -- the paper's parameter selection prints the paper's numbers, and the true ε ----------------------

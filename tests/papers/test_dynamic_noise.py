@@ -39,11 +39,13 @@ def run(import_paper: Callable[[str], Any]) -> Any:
     return import_paper("dynamic_noise_run")
 
 
-@pytest.mark.parametrize("loss", ["squared", "logistic", "network"])
+@pytest.mark.parametrize("loss", ["squared", "logistic", "network", "digits"])
 def test_the_hand_made_gradients_are_autograds(model, loss):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(9, 5, generator=generator, dtype=torch.float64)
     y = torch.tensor([1.0, -1.0, 1.0] * 3, dtype=torch.float64)
+    if loss == "digits":
+        y = torch.tensor([0, 9, 4] * 3)
     problem = model.Problem(loss, model.Records(x, y))
     params = [p + 0.1 for p in problem.start(3)]
     found = problem.gradients(params)
@@ -51,8 +53,10 @@ def test_the_hand_made_gradients_are_autograds(model, loss):
         alone = model.Problem(loss, model.Records(x[i : i + 1], y[i : i + 1]))
         leaves = [p.clone().requires_grad_() for p in params]
         output, _ = alone._forward(leaves)
-        margin = y[i] * output
-        value = ((margin - 1) ** 2 / 2 if loss == "squared" else torch.log1p(torch.exp(-margin)))[0]
+        margin = y[i] * output[0, 0]
+        value = (margin - 1) ** 2 / 2 if loss == "squared" else torch.log1p(torch.exp(-margin))
+        if loss == "digits":
+            value = output.logsumexp(1)[0] - output[0, y[i]]
         assert alone.value(params) == pytest.approx(value.item())
         exact = torch.cat([g.flatten() for g in torch.autograd.grad(value, leaves)])
         one = torch.zeros(9, dtype=torch.float64)
@@ -83,12 +87,14 @@ def test_the_quick_run_prints_its_tables_and_draws_its_pictures(run_paper, mnist
         "The claim dynamic <= exponential <= uniform (exact budget",
         "## 2. Poisson minibatches",
         "small CNN",
+        "## 3. Two curvatures",
+        "## 4. Momentum 0.9",
     ):
         assert words in done.stdout
     spent = [float(x) for x in re.findall(r"\| 1 \| (?:constant|to 1/4) \| ([\d.]+) ", done.stdout)]
     assert len(spent) == 4
     assert all(0.99 < epsilon <= 1 for epsilon in spent)
-    for name in ("full_batch.png", "schedules.png"):
+    for name in ("full_batch.png", "schedules.png", "curvatures.png"):
         assert (tmp_path / "pictures" / name).stat().st_size > 20_000
 
 

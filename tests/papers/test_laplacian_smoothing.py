@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,22 @@ def test_training_noises_before_it_smooths_and_averages_the_second_half(logistic
     torch.testing.assert_close(alone[0], found[0])
 
 
+def test_losses_on_the_way_are_those_of_shorter_runs(logistic, folder):
+    protocol = logistic.Protocol(5000, 40, 3, "constant")
+    cells = [logistic.Cell(1.0, 0.0, 0.5, 0.3), logistic.Cell(1.0, 2.0, 1.5, 0.7)]
+    found = logistic.curves(str(folder), protocol, cells, 4, [2, 3])
+    assert found.shape == (2, 2, 2)
+    data = logistic.splits(str(folder), logistic.DEVIATION)
+    for place, steps in enumerate((2, 3)):
+        shorter = replace(protocol, steps=steps)
+        params = logistic.train(data["training"], shorter, cells, seed=4)
+        for k, part in enumerate(("training", "validation")):
+            for cell in range(2):
+                scores = data[part].x @ params[cell, :7840].view(10, 784).T + params[cell, 7840:]
+                expected = nn.functional.cross_entropy(scores, data[part].y)
+                assert found[place, cell, k] == pytest.approx(float(expected), rel=1e-4)
+
+
 def test_with_a_clipped_mean_one_record_may_move_it_by_the_whole_bound(logistic):
     """The authors' program has no ε: of three records the third alone turns the mean."""
     protocol = logistic.Protocol(3, 3, 1, "constant", clips_mean=True)
@@ -141,6 +158,8 @@ def test_the_quick_run_prints_its_tables_and_draws_its_pictures(run_paper, folde
     for words in (
         "## 1. Multiclass logistic regression on MNIST",
         ", paper 76.29",
+        "### Losses after",
+        "### Rates a/t",
         "Smoothing is not worse than none in",
         "## 2. The paper's CNN on MNIST",
         "## 3. MNIST at noise multiplier 10",
@@ -152,5 +171,5 @@ def test_the_quick_run_prints_its_tables_and_draws_its_pictures(run_paper, folde
     ]
     assert spent == pytest.approx([0.3, 0.1] * 3, rel=2e-3)
     assert done.stdout.count("| LSAdam |") == 5
-    for name in ("mnist.png", "long.png", "cifar.png"):
+    for name in ("curves.png", "mnist.png", "long.png", "cifar.png"):
         assert (tmp_path / "pictures" / name).stat().st_size > 20_000

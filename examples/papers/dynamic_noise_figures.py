@@ -1,0 +1,167 @@
+"""Parts 3 and 4 of dynamic_noise.py: the paper's figure 1, and the right of its figure 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from common import NOISES, TEST, TUNING_SEED, Summary, finished, gains_text, table
+from dynamic_noise_data import Records, ten_digits
+from dynamic_noise_influence import quadratic_influence
+from dynamic_noise_model import Problem
+from dynamic_noise_run import CLIP_NORM, LEARNING_RATE, MAX_STEPS, descend, descent, plan_of
+
+from lightning_dp.postprocessing import Momentum
+from lightning_dp.schedules import AbstractSchedule, Constant, FromInfluence
+
+CURVATURES, RECORDS = (1.0, 5.0, 15.0), 1000
+MOST = 10.0  # times the last noise: an influence knows no clipping (finding 4)
+BETA, TUNING_NOISES = 0.9, 3
+DECAYS = (0.9, 0.94, 0.96, 0.97, 0.98, 0.985, 0.99, 0.995)  # γ of "expinfl"
+MOMENTUM_DECAYS = tuple((decay, beta) for decay in (0.96, 0.98, 0.99, 0.995) for beta in (0.9, 0.7))
+
+
+# -- figure 1 ----------------------------------------------------------------------------------------
+
+
+def parabola(curvature: float) -> Problem:
+    """λ (θ - 1)² / 2: RECORDS times the same record."""
+    x = torch.full((RECORDS, 1), curvature**0.5, dtype=torch.float64)
+    return Problem("squared", Records(x, x.squeeze(1)))
+
+
+def schedule_of(noise: str, curvature: float) -> AbstractSchedule:
+    if noise == "uniform":
+        return Constant()
+    std = CLIP_NORM / RECORDS
+    found = np.array(
+        quadratic_influence(
+            [curvature], learning_rate=LEARNING_RATE, steps=MAX_STEPS, noise_std=std
+        )
+    )
+    return FromInfluence(tuple(np.maximum(found / found.max(), MOST**-4).tolist()))
+
+
+def courses(curvature: float, noise: str, repeats: int) -> np.ndarray:
+    """The loss after each step (columns) of each repeat (rows)."""
+    problem = parabola(curvature)
+    plan = plan_of(schedule_of(noise, curvature), MAX_STEPS, "exact")
+    return np.array(
+        [
+            [problem.value(params) for params in descent(problem, plan, MAX_STEPS, seed)]
+            for seed in range(repeats)
+        ]
+    )
+
+
+def curvature_part(output: Path, *, quick: bool) -> None:
+    """Figure 1: noisy descent on parabolas of different curvature."""
+    repeats = 10 if quick else 100
+    print(
+        f"\n## 3. Two curvatures: f = λ (θ - 1)² / 2, {repeats} repeats\n\nη = {LEARNING_RATE}, "
+        f"T = {MAX_STEPS}, clip {CLIP_NORM:g}, {RECORDS} records, (4, 1e-8). Dynamic noise is at most "
+        f"{MOST:g} times its last. Final losses times 1000. {TEST}\n"
+    )
+    found = {
+        (curvature, noise): finished(courses, curvature, noise, repeats)
+        for curvature in CURVATURES
+        for noise in ("uniform", "dynamic")
+    }
+    last = {key: 1000 * losses[:, -1] for key, losses in found.items()}
+    first = CURVATURES[0]
+    pairs = [(last[c, "dynamic"], last[c, "uniform"]) for c in CURVATURES]
+    pairs += [(last[c, "uniform"], last[first, "uniform"]) for c in CURVATURES[1:]]
+    gains = gains_text(pairs, 3)
+    over_first = ["", *gains[len(CURVATURES) :]]
+    rows = [
+        [
+            f"{c:g}",
+            *(Summary.of(last[c, noise]).text(3) for noise in ("uniform", "dynamic")),
+            gain,
+            more,
+        ]
+        for c, gain, more in zip(CURVATURES, gains, over_first, strict=False)
+    ]
+    header = ["λ", "uniform", "dynamic", "dynamic - uniform", f"uniform, over λ = {first:g}"]
+    print(table(header, rows), flush=True)
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for ax, noise in zip(axes, ("uniform", "dynamic"), strict=True):
+        for number, c in enumerate(CURVATURES):
+            losses = found[c, noise]
+            colour = f"C{number}"
+            ax.semilogy(losses.T, color=colour, lw=0.3, alpha=0.15)
+            ax.semilogy(losses.mean(0), color=colour, lw=1.5, label=f"λ = {c:g}")
+            ax.axhline(losses[:, -1].mean(), color=colour, ls="--", lw=0.8)
+        ax.set(title=noise, xlabel="step", ylim=(1e-6, None))
+    axes[0].set_ylabel("loss")
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(output / "curvatures.png", dpi=90)
+    plt.close(figure)
+
+
+# -- figure 2, right ---------------------------------------------------------------------------------
+
+
+def influenced(decay: float, beta: float | None = None) -> FromInfluence:
+    """γ^n n steps before the end ("expinfl"); with momentum (γ^(n+1) - β^(2n+2)) / (γ - β²).
+
+    The second is Σ_t γ^(T-t) β^(2(t-i)), the sum in U_3 of Theorem 4.4: two reverse exponentials.
+    """
+    left = np.arange(MAX_STEPS - 1, -1, -1.0)
+    influence = decay**left
+    if beta is not None:
+        influence = (decay ** (left + 1) - beta ** (2 * left + 2)) / (decay - beta**2)
+    return FromInfluence(tuple((influence / influence.max()).tolist()))
+
+
+def momentum_run(folder: str, data_scale: float, shape: AbstractSchedule, seed: int) -> float:
+    """The final training loss of the network on 1000 of ten digits, with momentum."""
+    problem, plan = (
+        Problem("digits", ten_digits(folder, data_scale)),
+        plan_of(shape, MAX_STEPS, "exact"),
+    )
+    return descend(problem, plan, MAX_STEPS, seed, (Momentum(BETA),))
+
+
+def momentum_part(folder: str, *, quick: bool) -> None:
+    """Figure 2, right: two forms of the influence, each tuned over eight settings."""
+    scales, noises = ((10.0,), 2) if quick else ((2.0, 10.0, 25.0), NOISES)
+    print(
+        f"\n## 4. Momentum {BETA}, network of 2 x 100 on 1000 of ten digits, T = {MAX_STEPS}, (4, 1e-8)"
+        f"\n\nFinal training loss; {noises} noises, settings chosen on {TUNING_NOISES} others. {TEST}\n"
+    )
+    forms: dict[str, list[AbstractSchedule]] = {
+        "uniform": [Constant()],
+        "expinfl": [influenced(decay) for decay in DECAYS],
+        "momexpinfl": [influenced(*both) for both in MOMENTUM_DECAYS],
+    }
+    names = {"expinfl": DECAYS, "momexpinfl": MOMENTUM_DECAYS}
+    lines, pairs = [], []
+    for scale in scales:
+        found, words = {}, {}
+        for form, tried in forms.items():
+            best = 0
+            if len(tried) > 1:
+                of_each = [
+                    [
+                        finished(momentum_run, folder, scale, shape, TUNING_SEED + seed)
+                        for seed in range(1 if quick else TUNING_NOISES)
+                    ]
+                    for shape in tried[: 2 if quick else None]
+                ]
+                best = int(np.mean(of_each, axis=1).argmin())
+            found[form] = [
+                finished(momentum_run, folder, scale, tried[best], seed) for seed in range(noises)
+            ]
+            words[form] = f", {names[form][best]}" if form in names else ""
+        lines.append([f"{scale:g}", *(Summary.of(found[f]).text(4) + words[f] for f in forms)])
+        pairs += [(found["expinfl"], found["uniform"]), (found["momexpinfl"], found["uniform"])]
+        pairs.append((found["momexpinfl"], found["expinfl"]))
+    gains = gains_text(pairs, 4)
+    rows = [[*line, *gains[3 * i : 3 * i + 3]] for i, line in enumerate(lines)]
+    header = ["data scale", "uniform", "expinfl, γ", "momexpinfl, (γ, β)"]
+    header += ["expinfl - uniform", "momexpinfl - uniform", "momexpinfl - expinfl"]
+    print(table(header, rows), flush=True)
