@@ -4,8 +4,8 @@
 
 Parts: sizes (Table 3: accuracy for constant sample sizes), rounds (20 rounds against 9), growth
 (figures 3 to 5), steps (figure 9), lag, biased (clients with one class each: figures 2 and 10),
-biased-lenet (figure 11), lenet (figure 8), private (σ = 8 against the smallest valid σ at (1, 5.5e-8) on w8a), private-lenet
-(the same on MNIST: figure 13).
+biased-lenet (figure 11), lenet (figure 8), private (σ = 8 against the smallest valid σ at
+(1, 5.5e-8) on w8a: figure 12), private-lenet (the same on MNIST: figure 13).
 DIR holds a9a, covertype_subset, phishing, ijcnn1, w8a and mnist as .npz. Prints Markdown; the run
 that was recorded is in results/async_federated.md.
 """
@@ -241,7 +241,7 @@ def biased_part(options: argparse.Namespace) -> None:
     print("\n## Biased clients, growing sizes, diminishing2, η0 = 0.01\n")
     print(f"{TEST}\n")
     print(table(["data, rounds", "loss", "mixed", "one class each"], []), flush=True)
-    names = {"a9a": 89} if options.quick else {"a9a": 89, "covertype_subset": 89, TWO_DIGITS: 50}
+    names = {"a9a": 89} if options.quick else {TWO_DIGITS: 50, "a9a": 89, "covertype_subset": 89}
     for name, size in names.items():
         sizes = PolynomialSizes(a=clients_of(name) * size, first=1)
         gradients = 10_000 if name == TWO_DIGITS else GRADIENTS

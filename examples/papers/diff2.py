@@ -134,7 +134,7 @@ class Bench:
             for setting in method.settings
         ]
         survivors = [min(4, math.ceil(self.size.points / len(method.settings)))] * len(runs)
-        found = list(self.pool.map(partial(finished, walk), runs, survivors))
+        found = list(self.pool.map(walk, runs, survivors))
         for seed in self.seeds:
             of_seed = found[seed * len(method.settings) :][: len(method.settings)]
             method.tried.append({s: trace for walked in of_seed for s, trace in walked.items()})

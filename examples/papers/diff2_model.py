@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,9 +61,14 @@ class Network:
             return float((outputs - y).square().mean())
         return float(cross_entropy(outputs.T, y))
 
-    def test_loss(self, params: Sequence[Tensor]) -> float:
+    def on_test(self, params: Sequence[Tensor]) -> tuple[float, float]:
+        """The loss on the test records, and the share that is put into a wrong class."""
         test = self.data.test
-        return self.loss(self._forward(params, test)[-1], test.y)
+        outputs = self._forward(params, test)[-1]
+        wrong = math.nan
+        if not self.data.is_regression:
+            wrong = float((outputs.argmax(0) != test.y).float().mean())
+        return self.loss(outputs, test.y), wrong
 
     def at(self, params: Sequence[Tensor]) -> Point:
         """Outputs and gradients of the training records."""

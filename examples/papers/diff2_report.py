@@ -22,8 +22,13 @@ from scipy.stats import ttest_rel
 if TYPE_CHECKING:
     from diff2 import Method
 
-CRITERIA = ("train loss", "‖∇f‖²", "test loss")
-CHOSEN_FOR = (0, 1, 0)  # the test loss is that of the setting with the best train loss
+CRITERIA = ("train loss", "‖∇f‖²", "test loss", "test error")
+CHOSEN_FOR = (0, 1, 0, 0)  # test records: of the setting with the best train loss
+
+
+def criteria_of(methods: Sequence[Method]) -> range:
+    """All four for classes, the first three for numbers."""
+    return range(3 + any(np.isfinite(trace.values[3, 0]) for trace in methods[0].traces[0]))
 
 
 def values(method: Method, criterion: int, *, as_paper: bool = False) -> np.ndarray:
@@ -100,15 +105,16 @@ def print_noise(title: str, data: Split, epsilon: float, rounds: int) -> None:
 def print_results(methods: Sequence[Method]) -> None:
     seeds = len(methods[0].traces[0])
     print(f"\n### After the last round, mean ± standard deviation over {seeds} seeds\n")
-    columns = " | ".join(CRITERIA)
+    criteria = criteria_of(methods)
+    columns = " | ".join(CRITERIA[criterion] for criterion in criteria)
     print(
         f"| | ε, replace-one | {columns} | chosen most often for the loss | for the gradient |\n"
-        + "|---" * 7
+        + "|---" * (4 + len(criteria))
         + "|"
     )
     for method in methods:
         cells = []
-        for criterion in range(3):
+        for criterion in criteria:
             final = values(method, criterion)
             diverged = int((~np.isfinite(final)).sum())
             mean, std = (f"{f(final):.4g}" for f in (np.mean, lambda v: np.std(v, ddof=1)))
@@ -124,8 +130,10 @@ def print_results(methods: Sequence[Method]) -> None:
 def print_tests(methods: Sequence[Method]) -> None:
     """p-values, of the last round and as in the paper."""
     print("\n### One-sided paired t-tests: is the first lower? p (difference of the means in %)\n")
-    rows = [f"{when}: {c}" for when in ("last round", "as the paper") for c in CRITERIA]
-    print(f"| | {' | '.join(rows)} |\n" + "|---" * 7 + "|")
+    criteria = criteria_of(methods)
+    whens = ("last round", "as the paper")
+    rows = [f"{when}: {CRITERIA[criterion]}" for when in whens for criterion in criteria]
+    print(f"| | {' | '.join(rows)} |\n" + "|---" * (1 + len(rows)) + "|")
     by = {name: m for m in methods for name in [m.title.split(",")[0] + m.title[-3:]]}
     pairs = [
         ("DIFF2-GD(a)", "DP-GD(a)"),
@@ -145,9 +153,9 @@ def print_tests(methods: Sequence[Method]) -> None:
         cells = []
         for as_paper in (False, True):
             if as_paper and not (by[first].tuned and by[second].tuned):
-                cells += [""] * 3
+                cells += [""] * len(criteria)
                 continue
-            for criterion in range(3):
+            for criterion in criteria:
                 low, high = (values(by[m], criterion, as_paper=as_paper) for m in (first, second))
                 change = 100 * (low.mean() / high.mean() - 1)
                 cells.append(f"{p_value(low, high):.2g} ({change:+.2g} %{by_rank(low, high)})")
@@ -156,7 +164,8 @@ def print_tests(methods: Sequence[Method]) -> None:
 
 def draw(title: str, methods: Sequence[Method], epsilon: float, path: Path) -> None:
     """The paper's figure: each criterion over the rounds, mean and standard deviation."""
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4))
+    criteria = criteria_of(methods)
+    figure, axes = plt.subplots(1, len(criteria), figsize=(13, 4))
     styles = {
         "GD, no privacy": ("k", "--", "GD (ref)"),
         "DP-GD, paper's noise (a)": ("C0", "-", None),

@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from common import finished
 from diff2_data import split
 from diff2_formulas import paper_noise
 from diff2_model import Answers, Network
@@ -77,7 +78,8 @@ class Trace:
     """The course of a run.
 
     Args:
-        values: train loss, squared norm of its gradient, test loss, at every 20th round.
+        values: train loss, squared norm of its gradient, test loss and test error (of classes), at
+            every 20th round.
         spent: ε by relation.
         step_length: root mean square of ‖x_t - x_(t-1)‖ over the second half.
     """
@@ -124,7 +126,7 @@ def execute(run: Run) -> Trace:
     plan = plan_of(run.setting, run.noise, run.epsilon, run.rounds, data.train.count)
     seed = 1000 * run.seed + run.noise_seed
     mechanism = mechanism_of(plan, run.rounds, data.train.count, seed)
-    values = np.full((3, run.rounds // EVERY + 1), np.nan)
+    values = np.full((4, run.rounds // EVERY + 1), np.nan)
     best, patience = math.inf, 0
     squares = []
     for done in range(run.rounds + 1):
@@ -154,18 +156,21 @@ def execute(run: Run) -> Trace:
 
 
 def walk(run: Run, survivors: int) -> dict[Setting, Trace]:
-    """The paper's search for η: 1, 1/2, 1/4, ..., 1/512 until so many were not given up."""
+    """The paper's search for η: 1, 1/2, 1/4, ..., 1/512 until so many were not given up.
+
+    It goes on after its last finished run: on the larger sets each takes long.
+    """
     found = {}
     for power in range(10):
         setting = replace(run.setting, rate=0.5**power)
-        found[setting] = execute(replace(run, setting=setting))
+        found[setting] = finished(execute, replace(run, setting=setting))
         if sum(trace.is_finished for trace in found.values()) == survivors:
             break
     return found
 
 
 def look(chunks: list[Answers], params: list[torch.Tensor]) -> tuple[float, ...]:
-    """Train loss, ‖∇f‖² of the train loss, test loss."""
+    """Train loss, ‖∇f‖² of the train loss, test loss, test error."""
     flat = flatten(params)
     loss, gradient, count = 0.0, torch.zeros(()), 0
     for chunk in chunks:
@@ -174,7 +179,7 @@ def look(chunks: list[Answers], params: list[torch.Tensor]) -> tuple[float, ...]
         gradient = gradient + point.gradient_sum()
         count += train.count
     square_norm = float((gradient / count).square().sum())
-    return loss / count, square_norm, chunks[0].network.test_loss(params)
+    return loss / count, square_norm, *chunks[0].network.on_test(params)
 
 
 def spent(ledger: Ledger) -> dict[str, float]:

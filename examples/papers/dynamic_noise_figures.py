@@ -19,8 +19,8 @@ from lightning_dp.schedules import AbstractSchedule, Constant, FromInfluence
 CURVATURES, RECORDS = (1.0, 5.0, 15.0), 1000
 MOST = 10.0  # times the last noise: an influence knows no clipping (finding 4)
 BETA, TUNING_NOISES = 0.9, 3
-DECAYS = (0.9, 0.94, 0.96, 0.97, 0.98, 0.985, 0.99, 0.995)  # γ of "expinfl"
-MOMENTUM_DECAYS = tuple((decay, beta) for decay in (0.96, 0.98, 0.99, 0.995) for beta in (0.9, 0.7))
+DECAYS = (0.8, 0.85, 0.9, 0.92, 0.94, 0.96, 0.98, 0.99)  # γ of "expinfl"
+MOMENTUM_DECAYS = tuple((decay, beta) for decay in (0.85, 0.9, 0.94, 0.98) for beta in (0.9, 0.7))
 
 
 # -- figure 1 ----------------------------------------------------------------------------------------

@@ -143,6 +143,22 @@ def test_without_noise_it_is_gradient_descent(example, folder):
     assert trace.step_length == pytest.approx(root_mean_square, rel=1e-3)
 
 
+def test_the_error_of_classes_is_the_share_that_is_wrong(example, folder):
+    data = example.diff2_data.split("kdd", str(folder), 0)
+    network = example.diff2_model.Network(data)
+    params = network.start(3)
+    wrong = 0
+    for x, y in zip(data.test.x.T, data.test.y, strict=True):
+        hidden = torch.nn.functional.softplus(params[0] @ x)
+        outputs = params[1] @ torch.cat([hidden, torch.ones(1)])
+        wrong += int(outputs.argmax()) != int(y)
+    assert network.on_test(params)[1] == pytest.approx(wrong / len(data.test.y))
+    assert 0 < wrong < len(data.test.y)
+    of_numbers = example.diff2_data.split("california", str(folder), 0)
+    network = example.diff2_model.Network(of_numbers)
+    assert math.isnan(network.on_test(network.start(3))[1])
+
+
 def mean_gradient(data: Any, params: list[Tensor]) -> Tensor:
     """Of the squared error over all records, by autograd in float64."""
     point = [p.double().requires_grad_() for p in params]
