@@ -91,14 +91,14 @@ def curvature_part(output: Path, *, quick: bool) -> None:
         for number, c in enumerate(CURVATURES):
             losses = found[c, noise]
             colour = f"C{number}"
-            ax.semilogy(losses.T, color=colour, lw=0.3, alpha=0.15)
+            ax.semilogy(losses[:10].T, color=colour, lw=0.3, alpha=0.3)
             ax.semilogy(losses.mean(0), color=colour, lw=1.5, label=f"λ = {c:g}")
             ax.axhline(losses[:, -1].mean(), color=colour, ls="--", lw=0.8)
         ax.set(title=noise, xlabel="step", ylim=(1e-6, None))
     axes[0].set_ylabel("loss")
     axes[0].legend()
     figure.tight_layout()
-    figure.savefig(output / "curvatures.png", dpi=90)
+    figure.savefig(output / "curvatures.png", dpi=70)
     plt.close(figure)
 
 

@@ -37,7 +37,7 @@ class Trainee:
 
     def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
         """The answer of some records; an empty batch answers with nothing."""
-        chosen = torch.as_tensor(records)
+        chosen = torch.as_tensor(records, dtype=torch.int64)
         batch = self.x[chosen], self.y[chosen]
         self.evaluations += len(chosen) * len(passes_of(query))
         answer = self.passes.answer(query, Replay(self.loss, batch, len(chosen)))
