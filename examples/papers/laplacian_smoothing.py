@@ -168,8 +168,9 @@ def figures_protocols(folder: str, epochs: int) -> list[tuple[str, Protocol, Noi
     shown = Protocol(records, PAPER_BATCH, epochs * epoch, "1/t by epoch")
 
     def tight(budget: float) -> float:
-        noise = tight_noise(records, PAPER_BATCH, PAPER_EPOCHS * epoch, budget)
-        return noise if math.isfinite(budget) else 0.0
+        if math.isinf(budget):
+            return 0.0
+        return tight_noise(records, PAPER_BATCH, PAPER_EPOCHS * epoch, budget)
 
     return [
         ("As programmed: the mean gradient clipped (no guarantee)",
