@@ -13,12 +13,15 @@ from dynamic_noise_influence import quadratic_influence
 from dynamic_noise_model import Problem
 from dynamic_noise_run import CLIP_NORM, LEARNING_RATE, MAX_STEPS, descend, descent, plan_of
 
+from lightning_dp.estimators import MeanGradient
+from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.postprocessing import Momentum
+from lightning_dp.sampling import FullBatch
 from lightning_dp.schedules import AbstractSchedule, Constant, FromInfluence
 
 CURVATURES, RECORDS = (1.0, 5.0, 15.0), 1000
 MOST = 10.0  # times the last noise: an influence knows no clipping (finding 4)
-BETA, TUNING_NOISES = 0.9, 3
+BETA, TUNING_NOISES, CONTROLS = 0.9, 3, 2
 DECAYS = (0.8, 0.85, 0.9, 0.92, 0.94, 0.96, 0.98, 0.99)  # γ of "expinfl"
 MOMENTUM_DECAYS = tuple((decay, beta) for decay in (0.85, 0.9, 0.94, 0.98) for beta in (0.9, 0.7))
 
@@ -126,6 +129,13 @@ def momentum_run(folder: str, data_scale: float, shape: AbstractSchedule, seed: 
     return descend(problem, plan, MAX_STEPS, seed, (Momentum(BETA),))
 
 
+def noiseless_run(folder: str, data_scale: float, seed: int) -> float:
+    """The same without noise: seeds are of the first weights."""
+    problem = Problem("digits", ten_digits(folder, data_scale))
+    plan = NoisePlan(0.0, Constant(), FullBatch(), 1.0, MeanGradient(CLIP_NORM))
+    return descend(problem, plan, MAX_STEPS, seed, (Momentum(BETA),))
+
+
 def momentum_part(folder: str, *, quick: bool) -> None:
     """Figure 2, right: two forms of the influence, each tuned over eight settings."""
     scales, noises = ((10.0,), 2) if quick else ((2.0, 10.0, 25.0), NOISES)
@@ -157,11 +167,18 @@ def momentum_part(folder: str, *, quick: bool) -> None:
                 finished(momentum_run, folder, scale, tried[best], seed) for seed in range(noises)
             ]
             words[form] = f", {names[form][best]}" if form in names else ""
-        lines.append([f"{scale:g}", *(Summary.of(found[f]).text(4) + words[f] for f in forms)])
+        plain = np.mean([finished(noiseless_run, folder, scale, seed) for seed in range(CONTROLS)])
+        lines.append(
+            [
+                f"{scale:g}",
+                f"{plain:.4f}",
+                *(Summary.of(found[f]).text(4) + words[f] for f in forms),
+            ]
+        )
         pairs += [(found["expinfl"], found["uniform"]), (found["momexpinfl"], found["uniform"])]
         pairs.append((found["momexpinfl"], found["expinfl"]))
     gains = gains_text(pairs, 4)
     rows = [[*line, *gains[3 * i : 3 * i + 3]] for i, line in enumerate(lines)]
-    header = ["data scale", "uniform", "expinfl, γ", "momexpinfl, (γ, β)"]
+    header = ["data scale", "no noise", "uniform", "expinfl, γ", "momexpinfl, (γ, β)"]
     header += ["expinfl - uniform", "momexpinfl - uniform", "momexpinfl - expinfl"]
     print(table(header, rows), flush=True)
