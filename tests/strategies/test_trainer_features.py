@@ -62,7 +62,7 @@ class Reads(Classifier):
         ({}, {"reload_dataloaders_every_n_epochs": 1}),
         ({}, {"reload_dataloaders_every_n_epochs": 1, "accumulate_grad_batches": 3}),
     ],
-    ids=str,
+    ids=["workers", "collate_fn", "bf16", "reloaded", "reloaded, accumulated"],
 )
 def test_it_trains(loads, options, privacy, mlp, blobs, fit):
     model = Reads(mlp(), lambda params: torch.optim.SGD(params, lr=0.5))
