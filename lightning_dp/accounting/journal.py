@@ -296,9 +296,8 @@ class JournalContent:
         plans: the runs whose noise was calibrated.
         budget: what its runs promise whose noise was chosen at run time: the events that came out do
             not bound what could have. None if there are none.
-        lines, size: the number of its whole records, and their bytes; anything after them is the
+        lines, text: the number of its whole records, and all of them; anything after them is the
             beginning of one more.
-        digest: the hash of these bytes.
         is_ended: whether the last whole record has its newline.
     """
 
@@ -310,13 +309,8 @@ class JournalContent:
     plans: dict[str, PlannedRun] = field(default_factory=dict)
     budget: ApproximateDP | None = None
     lines: int = 0
-    size: int = 0
-    digest: bytes = b""
+    text: bytes = field(default=b"", repr=False)
     is_ended: bool = True
-
-    def begins(self, content: bytes) -> bool:
-        """True if a journal begins with just these records."""
-        return self.is_ended and self.digest == hashlib.sha256(content[: self.size]).digest()
 
     def copy(self) -> JournalContent:
         """Return the same content, to which lines can be added."""
@@ -438,9 +432,9 @@ def read_text(path: Path, content: bytes, known: JournalContent | None = None) -
         JournalError: if the text is damaged, or that of another file or version.
     """
     written = JournalContent(path)
-    if known is not None and known.begins(content):
+    if known is not None and known.is_ended and content.startswith(known.text):
         written = known.copy()
-    *lines, tail = content[written.size :].split(b"\n")
+    *lines, tail = content[len(written.text) :].split(b"\n")
     if not (lines or written.lines):
         raise JournalError(
             f"The privacy journal {path} is empty or not a journal. {_CURE}",
@@ -448,17 +442,16 @@ def read_text(path: Path, content: bytes, known: JournalContent | None = None) -
         )
     for line in lines:
         written.add(line)
-    written.size = len(content) - len(tail)
+    written.text = content.removesuffix(tail)
     if tail and _is_whole(tail):
         written.add(tail)
-        written.size, written.is_ended = len(content), False
+        written.text, written.is_ended = content, False
     elif tail and not written.is_followed_by(tail):
         raise JournalError(
             f"The privacy journal {path} is damaged: what follows line {written.lines} is not the "
             f"beginning of one record, so whole ones may be lost. {_CURE}",
             topic="journal-damaged",
         )
-    written.digest = hashlib.sha256(content[: written.size]).digest()
     return written
 
 
@@ -548,10 +541,10 @@ class Journal:
         self.runs = written.runs
         self._last: dict[str, AbstractEvent] = {}  # of what is written from now on
         self.weights, self.data, self.plans = written.weights, written.data, written.plans
-        self._size = written.size
+        self._size = len(written.text)
         self._file: IO[bytes] = open(self.path, "ab", buffering=0)  # noqa: SIM115 (until close())
         try:
-            self._file.truncate(written.size)
+            self._file.truncate(self._size)
             if not written.is_ended:
                 self._put(b"\n")
         except BaseException:

@@ -94,7 +94,7 @@ def client_app(
     if not callable(ledger_dir):
         ledger_dir = fixed_folder("ledger_dir", ledger_dir)
     app, known = ClientApp(), dict[int, Records]()  # of the clients that this process answers for
-    latest: dict[int, tuple[tuple[str, int, Path], Client]] = {}  # of each, with its run
+    latest: dict[tuple[int, Path], tuple[tuple[str, int], Client]] = {}  # of each, with its run
 
     @app.train()
     @app.query()
@@ -122,13 +122,13 @@ def client_app(
             if number not in known:
                 built = instance("build(...)", build(context), Records)  # type: ignore[type-abstract]
                 known[number] = built
-            records, run = known[number], (str(asked["run"]), context.run_id, folder)
+            records, at, run = known[number], (number, folder), (str(asked["run"]), context.run_id)
             if asked.get("module") and hasattr(records, "fingerprint"):
                 check_fingerprint(str(asked["module"]), records.fingerprint)
-            if number not in latest or latest[number][0] != run:
+            if at not in latest or latest[at][0] != run:
                 made = protocol(context, run[0], records, ReleaseLedger(folder, f"client-{number}"))
-                latest[number] = run, instance("protocol(...)", made, Client)  # type: ignore[type-abstract]
-            client = latest[number][1]
+                latest[at] = run, instance("protocol(...)", made, Client)  # type: ignore[type-abstract]
+            client = latest[at][1]
             is_query = message.metadata.message_type.startswith("query")
             payload = b"" if is_query else client.answer(payload_of(message))
             facts = {"client": number, "num_clients": num_clients, **client.facts}

@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import secrets
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -57,7 +56,6 @@ _Make: TypeAlias = Callable[[np.random.Generator], bytes]
 
 _MOST_AHEAD = 32  # rounds
 _WAIT = 60.0  # seconds for another run over the data set to make its release
-_epsilon = lru_cache(8)(PLDAccountant().epsilon)  # clients of one process may be charged the same
 
 
 # -- the plan and the budget -------------------------------------------------------------------
@@ -157,6 +155,21 @@ def check_budget(target_epsilon: float, target_delta: float, relation: Relation)
     check_relation(relation)
 
 
+@lru_cache(8)  # clients of one process may be charged the same
+def _epsilons(
+    spent: tuple[tuple[AbstractEvent, int], ...],
+    plan: tuple[tuple[AbstractEvent, ...], ...],
+    delta: float,
+    relation: Relation,
+) -> tuple[float, ...]:
+    """Return ε of a history and, where a plan of further rounds has events, after each of these."""
+    coming, ends = [event for each in plan for event in each], [0]
+    if not coming:
+        return (PLDAccountant().epsilon(spent, delta, relation),)
+    ends += itertools.accumulate(len(each) for each in plan)
+    return (*epsilon_curve(lambda n: coming[n], ends, delta, relation, spent=spent).tolist(),)
+
+
 # -- the ledger --------------------------------------------------------------------------------
 
 
@@ -207,7 +220,7 @@ class ReleaseLedger:
         self.dataset_id = dataset_id
         folder = local_folder("directory", directory)
         self.journal_path = folder / f"{file_name(dataset_id)}.journal"
-        self._known: JournalContent | None = None  # what was read of it, which only grows
+        self._known: JournalContent | None = None  # what the latest release found in it
 
     def charges(self) -> Charges:
         """Return everything charged for this data set, by the rounds of all runs.
@@ -218,8 +231,8 @@ class ReleaseLedger:
         known = [*progress_of_all(self.journal_path)]
         runs = Charges()
         if self.journal_path.exists():
-            self._known = read_written(self.journal_path, self._known)
-            found, runs = self._known.ledger_id, self._known.runs
+            written = read_written(self.journal_path, self._known)  # the caller's, to add to
+            found, runs = written.ledger_id, written.runs
             if found != self.dataset_id:
                 raise JournalError(
                     f"{self.journal_path} is of data set {found!r}.", topic="journal-behind"
@@ -233,7 +246,7 @@ class ReleaseLedger:
 
     def epsilon(self, delta: float, relation: Relation = "add_remove") -> float:
         """Return ε at ``delta`` of everything charged so far."""
-        return _epsilon(tuple(self.history()), delta, relation)
+        return _epsilons(tuple(self.history()), (), delta, relation)[0]
 
     def release(
         self,
@@ -302,40 +315,32 @@ class Claims:
     """ε of a ledger after each round of a run, found for several rounds at a time.
 
     Histories that are close share most of the work: ε of rounds to come, by the plan, is found next to
-    that of the present one; of few rounds at first, and of more as long as they come. A value
-    counts for exactly the history that it was found for. It is an upper bound, as that of
+    that of the present one; of none at first, and of more as long as they come. A value counts for
+    exactly the history that it was found for. It is an upper bound, as that of
     :meth:`ReleaseLedger.epsilon`, from which it differs by 0.1 % at most, and does not fall.
     """
 
     def __init__(self, ledger: ReleaseLedger, spending: Spending) -> None:
-        self._ledger, self._spending, self._largest, self._used = ledger, spending, 0.0, 0
-        self._history, self._coming = Counter[AbstractEvent](), list[AbstractEvent]()
-        self._values = list[float]()  # of that history, and with each event that comes
+        self._ledger, self._spending, self._largest, self._ahead = ledger, spending, 0.0, 0
+        self._history, self._value = dict[AbstractEvent, int](), 0.0
+        self._coming: list[tuple[Sequence[AbstractEvent], float]] = []  # by round, and ε after it
 
     def epsilon(self) -> float:
         """Return ε of everything charged so far, at the δ and the relation of the run."""
-        charges = self._ledger.charges()
-        history = Counter(dict(charges.history()))
-        ahead = charges.total - self._history.total()
-        is_known = 0 <= ahead < len(self._values)
-        if not is_known or history != self._history + Counter(self._coming[:ahead]):
-            self._look_ahead(charges, history)
-            ahead = 0
-        self._used = max(self._used, ahead + 1)
-        self._largest = max(self._largest, self._values[ahead])
+        charges, own = self._ledger.charges(), self._spending
+        history, ahead = dict(charges.history()), 0 if self._coming else self._ahead
+        while self._coming and self._history != history:
+            events, self._value = self._coming.pop(0)
+            for event in events:
+                self._history[event] = self._history.get(event, 0) + 1
+        if self._history != history:
+            rounds = range(charges.of_federation(own.run)[1] + 1, own.rounds)[:ahead]
+            plan, at = tuple((*own.events(i),) for i in rounds), (own.target_delta, own.relation)
+            self._value, *values = _epsilons((*history.items(),), plan, *at)  # or nothing changes
+            self._history, self._coming = history, [*zip(plan, values, strict=False)]
+            self._ahead = min(2 * ahead + 2, _MOST_AHEAD)
+        self._largest = max(self._largest, self._value)
         return self._largest
-
-    def _look_ahead(self, charges: Charges, history: Counter[AbstractEvent]) -> None:
-        spending, (_, latest) = self._spending, charges.of_federation(self._spending.run)
-        rounds = range(latest + 1, spending.rounds)[: min(2 * self._used, _MOST_AHEAD)]
-        self._history, self._coming = history, [e for i in rounds for e in spending.events(i)]
-        at, spent, self._used = (spending.target_delta, spending.relation), charges.history(), 0
-        if not self._coming:
-            self._values = [_epsilon(tuple(spent), *at)]
-            return
-        lengths = range(len(self._coming) + 1)
-        values = epsilon_curve(lambda n: self._coming[n], lengths, *at, spent=spent)
-        self._values = values.tolist()
 
 
 class _OpenRun:

@@ -109,7 +109,7 @@ def test_what_is_known_of_a_journal_is_read_once_and_believed_of_no_other_file(r
         )
         assert known == read_text(path, content[:cut])  # nothing was added to it
         changed = bytearray(content)
-        changed[data.draw(st.integers(0, known.size - 1))] ^= 4
+        changed[data.draw(st.integers(0, len(known.text) - 1))] ^= 4
         with pytest.raises(JournalError):
             read_text(path, bytes(changed), known)
 

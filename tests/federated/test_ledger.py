@@ -19,7 +19,7 @@ import pytest
 from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian
 from lightning_dp.accounting.journal import JournalError, read_release_file, release_path
 from lightning_dp.federated import ledger as federated_ledger
-from lightning_dp.federated.ledger import Claims, ReleaseLedger, Spending, _epsilon
+from lightning_dp.federated.ledger import Claims, ReleaseLedger, Spending, _epsilons
 from lightning_dp.federated.protocol import MessageError
 from lightning_dp.mechanism import BudgetExhausted
 from lightning_dp.report.files import read_alone
@@ -47,7 +47,7 @@ def noise(rng: np.random.Generator) -> bytes:
     return rng.bytes(4) + os.urandom(8)
 
 
-def dies(rng: np.random.Generator) -> bytes:
+def dies(*given: object) -> bytes:
     raise KeyboardInterrupt
 
 
@@ -229,14 +229,15 @@ def test_an_unnoised_sum_is_not_on_disk_and_is_made_again(tmp_path):
 
 def test_epsilon_holds_few_histories_in_memory():
     """One is as long as the run's rounds, and each round of each client makes another."""
-    assert _epsilon.cache_info().maxsize == 8
+    assert _epsilons.cache_info().maxsize == 8
 
 
 def test_a_claim_is_about_exactly_what_was_charged(tmp_path, monkeypatch):
     """Also where another run over the data takes turns, and where rounds are left out."""
-    looks, own = [], spending(rounds=80, events=lambda i: [PoissonGaussian(2.0, 0.1 + 0.001 * i)])
+    events = lambda i: [PoissonGaussian(4.0, 0.1 + 0.001 * i)] * 3  # noqa: E731
+    looks, own = [], spending(rounds=80, events=events)
     curve = federated_ledger.epsilon_curve
-    counting = lambda *given, **named: looks.append(1) or curve(*given, **named)  # noqa: E731
+    counting = lambda *given, **named: looks.append(len(given[1])) or curve(*given, **named)  # noqa: E731
     monkeypatch.setattr(federated_ledger, "epsilon_curve", counting)
     ledger, other = of(tmp_path), spending("other", rounds=80, events=lambda i: [Gaussian(3.0)])
     claims, before = Claims(ledger, own), 0.0
@@ -249,6 +250,14 @@ def test_a_claim_is_about_exactly_what_was_charged(tmp_path, monkeypatch):
         assert claim == pytest.approx(of(tmp_path).epsilon(1e-5), rel=1e-3)
         before = claim
     assert 4 <= len(looks) <= 15
+    assert max(looks) == 15  # of rounds, not of events: a walk alone may have thousands
+    for name in ("epsilon", "curve"):
+        monkeypatch.setattr(PLDAccountant, name, dies)
+    of(tmp_path).release(other, 60, 0, noise)
+    for _ in range(2):  # what could not be found is not claimed as what was found before
+        with pytest.raises(KeyboardInterrupt):
+            claims.epsilon()
+    monkeypatch.undo()
     broken = Claims(ledger, spending("noiseless", events=lambda i: [Gaussian(0.0)]))
     of(tmp_path).release(broken._spending, 0, 0, noise)
     assert broken.epsilon() == claims.epsilon() == math.inf
@@ -456,6 +465,7 @@ def test_a_ledger_that_goes_on_notices_an_old_journal_and_a_changed_one(tmp_path
             with pytest.raises(JournalError, match=match):
                 ask()
     ledger.journal_path.write_bytes(new)
+    ledger.charges().append("trial#9", EVENTS[9])  # of the caller: the ledger's own stays as it is
     ledger.release(spending(), 3, 0, noise)
     assert ledger.history() == [(event, 1) for event in EVENTS[:4]]
 
