@@ -119,7 +119,7 @@ def survey(root: Any, calls: Collection[Any]) -> Survey:
             found.reached.add(node)
             if not is_fed:
                 found.innermost.add(node)
-        if is_fed and _name(node.__class__) in _CHOOSING:
+        if is_fed and _name(node.__class__.__name__) in _CHOOSING:
             chosen[node] = False
             after_choice.add(node)
         elif chosen and not after_choice.isdisjoint(below):
@@ -146,7 +146,7 @@ def changes_order(node: Any) -> bool:
     Which index stands where decides, never its values: they may be the records'. With indices of several
     dimensions one entry of each record is chosen, as a rule (``h[arange(n), last]``).
     """
-    name = _name(node.__class__)
+    name = _name(node.__class__.__name__)
     if name in ("Index", "IndexPut"):
         first, *others = node._saved_indices
         return first is not None and all(each is None for each in others)
@@ -262,7 +262,7 @@ class _Walk:
 
     def _is_linear(self, node: Any) -> bool:
         """Return whether a node without rows takes a sum with constant coefficients."""
-        name, inputs = _name(node.__class__), node.next_functions
+        name, inputs = _name(node.__class__.__name__), node.next_functions
         if name in _PRODUCTS:  # a matrix product of rows takes the sum over them
             factors = [e for e in inputs[-2:] if e[0] is not None and self._is_of_records(e[0])]
             return len(factors) < 2 or all(self._rows(*edge) for edge in factors)
@@ -309,7 +309,9 @@ class _Walk:
                     if not self._goes_over(node, child, output):
                         continue
                     lower = node
-                elif _name(node.__class__) in _CHOICES and rows != self._rows(node, number):
+                elif _name(node.__class__.__name__) in _CHOICES and rows != self._rows(
+                    node, number
+                ):
                     continue
                 if (child, output, lower is None) not in met:
                     met.add((child, output, lower is None))
@@ -318,7 +320,7 @@ class _Walk:
 
     def _goes_over(self, node: Any, child: Any, output: int) -> bool:
         """Return whether a node without rows surely takes them together."""
-        name = _name(node.__class__)
+        name = _name(node.__class__.__name__)
         if name in _MOVES or name in _PRODUCTS:
             return name in _PRODUCTS
         before, after = _shape(child, output), _shape(node)
@@ -326,14 +328,14 @@ class _Walk:
 
     def _is_mean_of_chosen(self, mean: Any) -> bool:
         """Return whether a node is a mean over as many records as a mask or an index chose."""
-        if _name(mean.__class__) != "Mean" and getattr(mean, "_saved_reduction", 0) != 1:
+        if _name(mean.__class__.__name__) != "Mean" and getattr(mean, "_saved_reduction", 0) != 1:
             return False
         kept = set(_shape(mean))
         todo = [(child, set(_shape(child, output)) - kept) for child, output in _above(mean)]
         met = set[Any]()
         while todo:
             node, sizes = todo.pop()  # of dimensions that the mean may go over
-            is_end = node in self._outputs or _name(node.__class__) in _WHOLES
+            is_end = node in self._outputs or _name(node.__class__.__name__) in _WHOLES
             if is_end or node in met or not sizes:
                 continue
             met.add(node)
@@ -348,7 +350,7 @@ class _Walk:
 
     def _is_chosen(self, node: Any, before: Sequence[int], after: Sequence[int]) -> bool:
         """Return whether the number of rows may follow the records: that of a mask, even if it is n."""
-        first = node._saved_indices[0] if _name(node.__class__) == "Index" else None
+        first = node._saved_indices[0] if _name(node.__class__.__name__) == "Index" else None
         if first is None or before[0] != self._n:
             return False
         return bool(first.dtype == torch.bool or after[0] != self._n)
@@ -363,10 +365,10 @@ def _shape(node: Any, number: int = 0) -> Sequence[int]:
     return tuple(node._input_metadata[number].shape)
 
 
-@cache
-def _name(kind: type) -> str:
+@cache  # by names: a class that a step defines holds what its functions close over
+def _name(kind: str) -> str:
     """Return the name of what a kind of node differentiates."""
-    return re.sub(r"Backward[s\d]*(_copy)?$", "", kind.__name__)
+    return re.sub(r"Backward[s\d]*(_copy)?$", "", kind)
 
 
 _OF = (
@@ -385,7 +387,7 @@ _CHOSEN = (
 
 
 def _refusal(text: str, *nodes: Any) -> CoupledLossError:
-    kinds = [_name(node.__class__) for node in nodes]
+    kinds = [_name(node.__class__.__name__) for node in nodes]
     names = [re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", each).lower() for each in kinds]
     words = [f"{name} ({type(node).__name__})" for name, node in zip(names, nodes, strict=True)]
     return CoupledLossError(f"The loss takes {text.format(*words)} {ALONE}", topic="coupled-loss")

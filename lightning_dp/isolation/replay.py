@@ -282,6 +282,7 @@ class Runner:
         self.has_drawn = run.has_drawn
         if ends:
             none = torch.zeros((), device=self.device)
+            start.restore()  # hooks draw alike, however many numbers the samples have drawn
             run.end = self._after_hooks(run, ends[0], outputs[0] if outputs else none)
 
     def _gradients(

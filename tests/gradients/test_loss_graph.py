@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -193,3 +195,27 @@ def test_the_message_names_the_node_and_what_was_there_before():
         CoupledLossError, match=r"^The loss takes nan_to_num \(NanToNumBackward0\) of what mean "
     ):
         check_loss_graph((out.mean() * 2).nan_to_num(), N, {out.grad_fn})
+
+
+def weighted_by(records: Tensor) -> Callable[[Tensor], Tensor]:
+    """A function that a step defines for its own records."""
+
+    class Weighted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, out):
+            return out * records
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * records
+
+    return Weighted.apply
+
+
+def test_what_a_function_closes_over_is_free_after_the_step_that_defines_it():
+    records, out = torch.ones(N, CLASSES), torch.ones(N, CLASSES, requires_grad=True).exp()
+    check_loss_graph(weighted_by(records)(out).mean(), N, {out.grad_fn})
+    left = weakref.ref(records)
+    del records
+    gc.collect()
+    assert left() is None

@@ -495,6 +495,17 @@ class Teaches(WritesFrozenWeights):
         return Model.training_step(self, batch, batch_idx)
 
 
+class DrawsAtBatchEnd(Leaves):
+    """Draws for each sample in the step, and once after it: each number of samples draws another."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return super().training_step((x + self.mean + torch.randn_like(x), y), batch_idx)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.mean = torch.rand(6)
+
+
 @pytest.mark.parametrize("kind", [WritesABuffer, WritesAtBatchEnd, WritesFrozenWeights])
 def test_records_in_buffers_and_frozen_weights_are_seen(kind):
     found = check_isolation(kind(), records(), **LAYERS)
@@ -505,7 +516,7 @@ def test_records_in_buffers_and_frozen_weights_are_seen(kind):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("kind", [Keeps, CountsInABuffer, Teaches])
+@pytest.mark.parametrize("kind", [Keeps, CountsInABuffer, Teaches, DrawsAtBatchEnd])
 def test_what_nothing_reads_and_what_follows_no_record_passes(kind):
     assert check_isolation(kind(), records(), **LAYERS).kind == "isolated"
 
