@@ -121,7 +121,8 @@ class Check:
         self._runner, self._samples, self._settings = runner, list(samples), settings
         self._kept, self._twins = cache(kept), twins
         self._start = start or RandomState(runner.device)
-        self._entries = Entries.drawn(runner.params, settings.seed)
+        few = settings.query.coordinates  # all that the gradients have, if it asks for some
+        self._entries = Entries.drawn(runner.params if few is None else [few], settings.seed)
         self._first: _PairResult | None = None
         self._shown = Counter[str]()
         self._where = ""

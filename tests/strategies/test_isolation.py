@@ -145,6 +145,7 @@ KINDS = {
     "adaptive": (Base, Centred, {"clipping": AdaptiveQuantile()}, {}),
     "by hand": (ByHand, CentredByHand, {}, {}),
     "cubic newton": (Base, Base, {"estimator": CubicNewton(1.0, 1.0, 1)}, {}),
+    "coordinates": (Base, Centred, {"estimator": CubicNewton(1.0, 1.0, 1, keep_fraction=0.5)}, {}),
     "two optimizers": (WithCritic, CentredWithCritic, {"private_optimizer": 0}, {}),
 }
 
