@@ -46,7 +46,7 @@ from lightning_dp.federated.protocol import (
     Records,
     norm_bound,
 )
-from lightning_dp.functional import is_finite, shared_mask
+from lightning_dp.functional import shared_mask
 from lightning_dp.sampling import Poisson
 
 __all__ = [
@@ -179,10 +179,22 @@ class RoundPlan(ABC):
         """Return the length of an update, of ``size`` parameters; ValueError if it has no plan."""
 
     @abstractmethod
+    def factor(self, i: int, size: int) -> float:
+        """Return what the numbers of an update of round i are multiplied by, in ``size`` of a model."""
+
+    def coordinates(self, i: int, size: int, client: int = 0) -> Tensor | None:
+        """Return the coordinates that an update of round i has, of ``size``; None for all."""
+        return None
+
     def move(
-        self, point: Tensor, i: int, update: Tensor, client: int, out: Tensor | None = None
+        self, point: Tensor, i: int, update: Tensor, client: int = 0, out: Tensor | None = None
     ) -> Tensor:
         """Return the model, changed by a client's update of round i; in ``out``, if that is given."""
+        factor, update = self.factor(i, len(point)), update.to(point.dtype)
+        coordinates = self.coordinates(i, len(point), client)
+        if coordinates is None:
+            return torch.add(point, update, alpha=factor, out=out)
+        return torch.index_add(point, 0, coordinates, update, alpha=factor, out=out)
 
     def bound(self, i: int, point: Tensor) -> float:
         """Return the largest norm of an honest update of round i at a model; infinite if unknown."""
@@ -249,8 +261,7 @@ class AsyncPlan(RoundPlan):
         """η̄_i."""
         return self.steps(self._before[i])
 
-    def coordinates(self, i: int, size: int) -> Tensor | None:
-        """Return the coordinates that an update of round i has, of ``size``; None for all."""
+    def coordinates(self, i: int, size: int, client: int = 0) -> Tensor | None:
         if self.keep is None:
             return None
         return shared_mask(self.mask_seed, i, size, self.keep)
@@ -261,15 +272,9 @@ class AsyncPlan(RoundPlan):
             raise ValueError(f"keep={keep} of {size} coordinates.")
         return keep
 
-    def move(
-        self, point: Tensor, i: int, update: Tensor, client: int = 0, out: Tensor | None = None
-    ) -> Tensor:
-        """Return ``point`` - η̄_i U, with zeros where U has no entry, scaled by (all / ``keep``)."""
-        coordinates, eta = self.coordinates(i, len(point)), self.step_size(i)
-        if coordinates is None:
-            return torch.add(point, update.to(point.dtype), alpha=-eta, out=out)
-        scaled = update.to(point.dtype) * (len(point) / len(coordinates))
-        return torch.index_add(point, 0, coordinates, scaled, alpha=-eta, out=out)
+    def factor(self, i: int, size: int) -> float:
+        """-η̄_i, times (all / ``keep``)."""
+        return -self.step_size(i) * size / self.update_size(size)
 
     def bound(self, i: int, point: Tensor) -> float:
         if self.max_grad_norm is None or self.noise_multiplier is None:
@@ -487,7 +492,7 @@ class AsyncServer(AbstractServer):
             raise ValueError(f"num_clients={self.num_clients}, but the plan has clients={planned}.")
         self._applied = [0] * self.num_clients
         self._counts: Counter[int] = Counter()  # updates of rounds k, k + 1, ...
-        self._broadcast, self._next = self._point.clone(), self._point.clone()
+        self._broadcast = self._point.clone()
         self._end_round()
 
     @property
@@ -530,6 +535,8 @@ class AsyncServer(AbstractServer):
         self._round = min(staying.values(), default=max(self._applied))
         self._awaited = {c for c, n in staying.items() if n == self._round}
         self._broadcast.copy_(self._point)  # v̂ when this round became the earliest one
+        # A bound on the numbers of v̂, which shows without a look at v̂ that they stay finite.
+        self._largest = float(torch.linalg.vector_norm(self._point, math.inf))
         self._bounds: dict[int, float] = {}  # of the updates of a round at it
         self._encoded = b""  # a request of this round, the same bytes for all who are at it
         self._counts = Counter({i: n for i, n in self._counts.items() if i >= self._round})
@@ -566,11 +573,12 @@ class AsyncServer(AbstractServer):
             size = self.plan.update_size(len(self._point))
             if i not in self._bounds:
                 self._bounds[i] = self.plan.bound(i, self._broadcast)
-            update = message.reals("update", size, self._point.dtype, self._bounds[i])
-            point = self.plan.move(self._point, i, update, client, self._next)
-            if not is_finite(point):
-                raise MessageError(f"With the update of client {client} the model is not finite.")
-            self._point, self._next = point, self._point
+            update, norm = message.reals("update", size, self._point.dtype, self._bounds[i])
+            largest = self._largest + abs(self.plan.factor(i, len(self._point))) * norm
+            if not max(norm, largest) <= torch.finfo(self._point.dtype).max / 2:
+                raise MessageError(f"With the update of client {client} the model may not be finite.")
+            self.plan.move(self._point, i, update, client, out=self._point)
+            self._largest = largest
             self._applied[client] += 1
             self._counts[i] += 1
         self._awaited.discard(client)
@@ -591,4 +599,4 @@ class AsyncServer(AbstractServer):
         self._applied = list(state["applied"])
         self._counts = Counter(state["counts"])
         self._end_round()
-        self._broadcast, self._next = state["broadcast"].clone(), self._point.clone()
+        self._broadcast = state["broadcast"].clone()

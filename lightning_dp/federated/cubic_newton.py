@@ -37,7 +37,7 @@ from lightning_dp.federated.client import (
 )
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.protocol import Message, MessageError, Records, norm_bound
-from lightning_dp.functional import SparseVector, random_k
+from lightning_dp.functional import random_k, shared_mask
 from lightning_dp.sampling import AbstractSampling, FullBatch, Poisson
 
 __all__ = ["CubicNewtonClient", "CubicNewtonPlan"]
@@ -173,13 +173,11 @@ class CubicNewtonPlan(RoundPlan):
             longest = max(longest, length)
         return 1.001 * longest * len(x) / self.newton.query_size(len(x))
 
-    def move(
-        self, point: Tensor, i: int, update: Tensor, client: int, out: Tensor | None = None
-    ) -> Tensor:
-        sent = SparseVector(update.to(point.dtype), len(point), self.mask_seed(client), i)
-        alpha = self.step_scale / self.clients
-        coordinates = sent.coordinates()
-        return torch.index_add(point, 0, coordinates, sent.values, alpha=alpha, out=out)
+    def factor(self, i: int, size: int) -> float:
+        return self.step_scale / self.clients
+
+    def coordinates(self, i: int, size: int, client: int = 0) -> Tensor | None:
+        return shared_mask(self.mask_seed(client), i, size, self.update_size(size))
 
 
 @dataclass(eq=False, repr=False)

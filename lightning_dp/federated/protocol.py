@@ -414,8 +414,10 @@ class Message:
             raise MessageError(f"A message {reprlib.repr(self.kind)} has no tensor {name!r}.")
         return self.tensors[name]
 
-    def reals(self, name: str, size: int, dtype: torch.dtype, largest: float = math.inf) -> Tensor:
-        """Return a vector in a protocol's dtype, in which its norm is finite, and at most ``largest``.
+    def reals(
+        self, name: str, size: int, dtype: torch.dtype, largest: float = math.inf
+    ) -> tuple[Tensor, float]:
+        """Return a vector in a protocol's dtype and its norm, finite there, and at most ``largest``.
 
         Raises:
             MessageError: for another size, or numbers or a norm that are too large; its own norm
@@ -432,7 +434,7 @@ class Message:
             raise MessageError(f"{name} is not finite, or has no finite norm, as {value.dtype}.")
         if not norm <= largest:
             raise MessageError(f"{name} is longer than {largest:.6g}, which the plan allows.")
-        return value
+        return value, norm
 
     def to_bytes(self) -> bytes:
         """Return the bytes, always the same for the same message."""

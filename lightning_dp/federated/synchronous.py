@@ -493,7 +493,7 @@ class SynchronousServer(AbstractServer):
         elif (message.kind == _WALKED) != (self._local is not None):
             raise MessageError(f"Client {client} sent {message.kind!r}, which was not asked of it.")
         elif message.kind == _WALKED:
-            x = message.reals("x", len(self._point), self._point.dtype)
+            x, _ = message.reals("x", len(self._point), self._point.dtype)
             if not float((x - self._point).double().norm()) <= self._largest_walk():
                 raise MessageError("x is farther away than the plan's local routine goes.")
             self._move_to(x)
@@ -501,7 +501,7 @@ class SynchronousServer(AbstractServer):
         else:
             assert self._query is not None
             size = self._query.size(len(self._point))
-            answer = message.reals("sum", size, self._point.dtype, self._largest(self._query))
+            answer, _ = message.reals("sum", size, self._point.dtype, self._largest(self._query))
             # Who was drawn shows in nothing but the sum: not in what is checked, counted or computed.
             self._total.add_(answer, alpha=float(client in self._drawn))
             self._answered.add(client)

@@ -189,6 +189,26 @@ def test_the_papers_sequences_have_the_papers_rounds():
     assert PolynomialSizes(50, c=0.5, first=1)(7) == math.ceil(50 * math.sqrt(8))
 
 
+@pytest.mark.parametrize("keep", [None, 1])
+def test_an_update_that_could_leave_the_range_of_the_dtype_changes_nothing(keep):
+    steps = InverseSteps(1e21)
+    agreed = AsyncPlan(2, PolynomialSizes(0, 8), steps, keep=keep)
+    server = AsyncServer("trial", agreed, torch.ones(2), 3)
+    update = torch.ones(keep or 2)
+
+    def receive(c: int, value: float) -> bool:
+        return server.receive(
+            c, Message("update", {"round": 0}, {"update": value * update}).to_bytes()
+        )
+
+    assert receive(0, 4e16) and bool(torch.isfinite(server.point).all())
+    before = server.point
+    with pytest.raises(MessageError, match="may not be finite"):
+        receive(1, 4e17)
+    assert torch.equal(server.point, before) and server.applied == [1, 0, 0]
+    assert receive(1, 4e10)
+
+
 def test_a_client_does_no_round_that_it_may_not_do_yet():
     server = AsyncServer("trial", plan(rounds=2), START, 2)
 

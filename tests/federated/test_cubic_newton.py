@@ -188,7 +188,7 @@ def test_the_noise_in_a_message_has_the_size_it_was_booked_with(tmp_path, keep):
         tmp_path, CubicNewtonPlan(newton, 1, 1), Answers(zeros, 10), noise=6.0, rate=1.0, seed=None
     )
     reply = Message.from_bytes(one.answer(asked(torch.zeros(4000, dtype=torch.float64))))
-    sent, ratio = reply.reals("update", keep, torch.float64), 4000 / keep
+    sent, ratio = reply.tensor("update"), 4000 / keep
     expected = ratio * 0.2 * 6.0 * 0.5 / math.sqrt(ratio) / 10
     assert float(sent.std()) == pytest.approx(expected, rel=4 / math.sqrt(2 * keep))
     assert float(sent.mean()) == pytest.approx(0, abs=4 * expected / math.sqrt(keep))
