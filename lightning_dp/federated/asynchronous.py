@@ -180,7 +180,7 @@ class RoundPlan(ABC):
 
     @abstractmethod
     def factor(self, i: int, size: int) -> float:
-        """Return what the numbers of an update of round i are multiplied by, in ``size`` of a model."""
+        """Return what an update of round i is multiplied by, at a model of ``size`` numbers."""
 
     def coordinates(self, i: int, size: int, client: int = 0) -> Tensor | None:
         """Return the coordinates that an update of round i has, of ``size``; None for all."""
@@ -535,8 +535,8 @@ class AsyncServer(AbstractServer):
         self._round = min(staying.values(), default=max(self._applied))
         self._awaited = {c for c, n in staying.items() if n == self._round}
         self._broadcast.copy_(self._point)  # v̂ when this round became the earliest one
-        # A bound on the numbers of v̂, which shows without a look at v̂ that they stay finite.
-        self._largest = float(torch.linalg.vector_norm(self._point, math.inf))
+        # No number of v̂ is farther from 0: so it stays finite, without a look after each update.
+        self._reach = float(torch.linalg.vector_norm(self._point, math.inf))
         self._bounds: dict[int, float] = {}  # of the updates of a round at it
         self._encoded = b""  # a request of this round, the same bytes for all who are at it
         self._counts = Counter({i: n for i, n in self._counts.items() if i >= self._round})
@@ -574,11 +574,13 @@ class AsyncServer(AbstractServer):
             if i not in self._bounds:
                 self._bounds[i] = self.plan.bound(i, self._broadcast)
             update, norm = message.reals("update", size, self._point.dtype, self._bounds[i])
-            largest = self._largest + abs(self.plan.factor(i, len(self._point))) * norm
-            if not max(norm, largest) <= torch.finfo(self._point.dtype).max / 2:
-                raise MessageError(f"With the update of client {client} the model may not be finite.")
+            reach = self._reach + abs(self.plan.factor(i, len(self._point))) * norm
+            if not max(norm, reach) <= torch.finfo(self._point.dtype).max / 2:
+                raise MessageError(
+                    f"With the update of client {client} the model may not be finite."
+                )
             self.plan.move(self._point, i, update, client, out=self._point)
-            self._largest = largest
+            self._reach = reach
             self._applied[client] += 1
             self._counts[i] += 1
         self._awaited.discard(client)
