@@ -274,7 +274,7 @@ class IsolationWatch:
             if not (self._keeps_something() or was_written):
                 return
             names = names[:_FEW]
-        units = [chunk.units[place] for place in names]
+        units = [*map(chunk.units.__getitem__, names)]
         rows: Sequence[Any] = [row for unit in units for row in unit]
         if not _reads_together(loader):
             rows = self._read(rows)

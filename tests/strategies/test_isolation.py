@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import re
+import sys
 
 import lightning as L
 import numpy as np
@@ -30,6 +31,7 @@ from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.isolation.check import Check, Schedule
+from lightning_dp.sampling.loader import Chunk
 from lightning_dp.strategies import isolation
 
 N, WIDTH, CLASSES = 240, 6, 3
@@ -334,6 +336,21 @@ def test_comparisons_that_a_change_requires_are_in_no_count(fit, monkeypatch):
     assert len(made) == 8
     assert run.spot_checks == len(due) < 8
     assert run.not_compared == {}
+
+
+def test_a_comparison_lists_the_units_of_a_batch_once(fit):
+    """And not once for each: a batch of 4,096 took two seconds."""
+    code, calls = Chunk.units.fget.__code__, []
+
+    def note(frame, event, argument):
+        calls.extend([event] * (event == "call" and frame.f_code is code))
+
+    sys.setprofile(note)
+    try:
+        run = fit(Base(), 4)
+    finally:
+        sys.setprofile(None)
+    assert len(calls) == run.spot_checks > 0
 
 
 CLAMPED = acting("on_train_batch_end", "clamps")
