@@ -189,8 +189,12 @@ def movement_if_ordered(
     """
     if before.entries is None or after.entries is None:
         return math.inf
-    rows = torch.cat([before.entries, before.norms.unsqueeze(1)], dim=1)
-    others = torch.cat([after.entries, after.norms.unsqueeze(1)], dim=1)
+    # Entries are at most C, norms are not: beside the norms of long gradients they would not count.
+    longest = before.norms.max().clamp(min=1.0)
+    rows, others = (
+        torch.cat([each.entries, (each.norms / longest).unsqueeze(1)], dim=1)
+        for each in (before, after)
+    )
     rounding = max(_ROUNDING, 0.0 if eps < _SINGLE else _HALF_ROUNDING * eps)
     left, pairs = list(range(len(rows))), list[int]()
     for row in others:

@@ -199,6 +199,16 @@ def test_gradients_in_another_order_have_not_moved_and_others_have(dtype):
     assert found(gradients(1, n)) == math.inf
 
 
+def test_long_gradients_are_told_apart_by_their_entries():
+    """Rounding of norms in half precision is larger than what is left of gradients that were clipped."""
+    n, eps = 64, torch.finfo(torch.bfloat16).eps
+    long = gradients(0, n)
+    long *= torch.linspace(60, 100, n)[:, None] / long.norm(dim=1, keepdim=True)
+    rounded = long * (1 + eps * torch.randn(n, 1, generator=torch.Generator().manual_seed(1)))
+    whole, few = sample(long, range(n), 0.1), sample(rounded[::2], range(n // 2), 0.1)
+    assert movement_if_ordered(whole, few, n, n // 2, eps) < TOLERANCE
+
+
 def test_engines_without_single_gradients_are_compared_by_the_sum():
     """Engines that keep norms alone give no entries."""
 
