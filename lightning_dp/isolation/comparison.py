@@ -189,7 +189,7 @@ def movement_if_ordered(
     """
     if before.entries is None or after.entries is None:
         return math.inf
-    # Entries are at most C, norms are not: beside the norms of long gradients they would not count.
+    # Entries are at most C: norms that are far longer would decide alone.
     longest = before.norms.max().clamp(min=1.0)
     rows, others = (
         torch.cat([each.entries, (each.norms / longest).unsqueeze(1)], dim=1)
