@@ -191,10 +191,8 @@ def movement_if_ordered(
         return math.inf
     # Entries are at most C: norms that are far longer would decide alone.
     longest = before.norms.max().clamp(min=1.0)
-    rows, others = (
-        torch.cat([each.entries, (each.norms / longest).unsqueeze(1)], dim=1)
-        for each in (before, after)
-    )
+    rows = torch.cat([before.entries, (before.norms / longest).unsqueeze(1)], dim=1)
+    others = torch.cat([after.entries, (after.norms / longest).unsqueeze(1)], dim=1)
     rounding = max(_ROUNDING, 0.0 if eps < _SINGLE else _HALF_ROUNDING * eps)
     left, pairs = list(range(len(rows))), list[int]()
     for row in others:
