@@ -35,7 +35,7 @@ _SEED, _SEEDS = 2, 6  # of what is compared, and those with which norms are aver
 _FIRST = 1  # seed of runs: with it, and with 3, no permutation of four puts a half onto itself
 _TIMES = 4  # as many samples
 _SURE = 6.0  # standard errors
-_TIMED = 8  # samples whose passes are timed
+_TIMED = 4  # samples whose passes are timed, twice: the dry run has thirty calls in all
 _CONSTANT = (
     "The loss of a record that is alone in its batch does not depend on the parameters (it compares "
     "records with each other, as a contrastive loss does), so the training would be on noise alone. "

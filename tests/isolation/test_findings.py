@@ -322,10 +322,14 @@ class Called(Base):
             batch = (x + 0.01 * torch.randn_like(x), batch[1])
         if self.kind == "branch":
             self.log("largest", float(x.max()))
+        if self.kind == "one by one":  # a penalty of the gradient
+            x = x.detach().requires_grad_()
+            loss = super().training_step((x, batch[1]), batch_idx)
+            return loss + torch.autograd.grad(loss, x, create_graph=True)[0].square().sum()
         return super().training_step(batch, batch_idx)
 
 
-VARIANTS = ("plain", "noise", "dropout", "branch", "own collate", "poisson")
+VARIANTS = ("plain", "noise", "dropout", "branch", "one by one", "own collate", "poisson")
 
 
 @pytest.mark.filterwarnings("ignore")
