@@ -274,7 +274,7 @@ class AsyncPlan(RoundPlan):
 
     def factor(self, i: int, size: int) -> float:
         """-η̄_i, times (all / ``keep``)."""
-        return -self.step_size(i) * size / self.update_size(size)
+        return -self.step_size(i) * (size / self.update_size(size))
 
     def bound(self, i: int, point: Tensor) -> float:
         if self.max_grad_norm is None or self.noise_multiplier is None:

@@ -317,7 +317,7 @@ class Claims:
     Histories that are close share most of the work: ε of rounds to come, by the plan, is found next to
     that of the present one; of none at first, and of more as long as they come. A value counts for
     exactly the history that it was found for. It is an upper bound, as that of
-    :meth:`ReleaseLedger.epsilon`, from which it differs by 0.1 % at most, and does not fall.
+    :meth:`ReleaseLedger.epsilon`, from which it differs by some 0.1 % at most, and does not fall.
     """
 
     def __init__(self, ledger: ReleaseLedger, spending: Spending) -> None:

@@ -1,4 +1,4 @@
-"""What cannot train privately ends with the place and the cure, and leaves nothing behind."""
+"""Refusals of what cannot train privately: the place, the cure, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def norm(layer: nn.Module) -> Callable[[], Line]:
 
 @dataclass(frozen=True)
 class Row:
-    """What is refused, in which words, and what ``ends`` expects besides."""
+    """A refused fit, the words of the refusal, and the other arguments of ``ends``."""
 
     match: str
     model: Callable[[], Any] = Line

@@ -1,4 +1,4 @@
-"""What one step releases: the sum of records that ran alone, bounded for each, with its noise."""
+"""The release of one step: the sum of records that ran alone, bounded for each, with its noise."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def exchanges_the_memory(param: nn.Parameter, number: Any) -> None:
 
 
 def makes_flat(param: nn.Parameter, number: Any) -> None:
-    """As an LSTM that puts its weights together."""
+    """Give a weight another storage, as an LSTM that puts its weights together does."""
     param.data = param.data.clone()
 
 
