@@ -261,12 +261,13 @@ def squares_of_blocks(norms: Tensor, rows: Tensor) -> Tensor:
 def _squares_in_float64(rows: Tensor) -> Tensor:
     """Square and add some entries at a time; on a device more of them: there is no cache to fit."""
     entries = _ENTRIES if rows.device.type == "cpu" else _ENTRIES_ON_DEVICE
+    norms = functools.partial(torch.linalg.vector_norm, dim=1, dtype=torch.float64)
     if rows.numel() <= entries:
-        return rows.double().square().sum(1)
+        return norms(rows).square_()
     columns = min(rows.shape[1], entries) or 1
     squares = []
     for some in torch.split(rows, max(1, entries // columns)):
-        parts = [p.double().square().sum(1) for p in torch.split(some, columns, dim=1)]
+        parts = [norms(part).square_() for part in torch.split(some, columns, dim=1)]
         squares.append(torch.stack(parts).sum(0))
     return torch.cat(squares)
 
@@ -282,7 +283,12 @@ def factor_norms(factors: Tensor) -> Tensor:
         tensor([5.0000e-30, 1.4142e-35,        inf], dtype=torch.float64)
     """
     rows = as_rows(factors)
-    norms = squared_row_norms(rows).sqrt_().add_(_LEAST_FACTOR * math.sqrt(rows.shape[1]))
+    return as_factor_norms(squared_row_norms(rows).sqrt_(), rows.shape[1])
+
+
+def as_factor_norms(norms: Tensor, columns: int) -> Tensor:
+    """Return norms of rows with so many columns, in place, as :func:`factor_norms` says."""
+    norms.add_(_LEAST_FACTOR * math.sqrt(columns))
     return norms.masked_fill_(norms > _LARGEST_FACTOR, math.inf)
 
 

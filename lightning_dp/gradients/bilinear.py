@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_dp.functional import (
+    as_factor_norms,
     as_rows,
     block_norms,
     factor_norms,
@@ -35,6 +36,7 @@ __all__ = [
     "Uses",
     "above_rounding",
     "in_slices",
+    "squares_of_tied",
     "uses_of_records",
 ]
 
@@ -322,9 +324,13 @@ class _Scaled:
             if _ORDINARY[0] < least and most < _ORDINARY[1]:
                 wide = norms.double()
                 return cls(tensor, torch.ones_like(wide), wide)
-        norms = factor_norms(tensor)
-        largest = as_rows(tensor).abs().amax(1).clamp_(min=torch.finfo(tensor.dtype).tiny)
-        return cls(tensor / _as_weights(largest, tensor), in_float64(largest), norms)
+        largest = torch.linalg.vector_norm(as_rows(tensor), math.inf, dim=1)
+        largest.clamp_(min=torch.finfo(tensor.dtype).tiny)
+        scaled, units = tensor / _as_weights(largest, tensor), in_float64(largest)
+        # Of entries up to 1, one of which is 1: what vanishes among their squares is of no account.
+        blocks = in_float64(block_norms(as_rows(scaled)))
+        norms = units * torch.linalg.vector_norm(blocks, dim=1)
+        return cls(scaled, units, as_factor_norms(norms, as_rows(tensor).shape[1]))
 
     def products(self) -> Tensor:
         """Return the (T, T) inner products of each record's vectors, for shape (n, T, features)."""
@@ -342,21 +348,16 @@ def _sum_in_float64(rows: Tensor) -> Tensor:
     return in_float64(torch.stack([part.sum(1) for part in parts], dim=1)).sum(1)
 
 
-def _above_what_vanishes(squares: Tensor, *factors: _Scaled) -> Tensor:
-    """Return squared norms, and not less than what may have vanished in inner products of the factors."""
-    least = reduce(torch.mul, (each.norms for each in factors))
-    return torch.maximum(squares, (_HIDDEN * least).square_())
+def _squares_of(products: Tensor, units: Tensor, norms: Tensor) -> Tensor:
+    """Return ‖Σ_s a_s‖² of each record from the (T, T) inner products of the a_s, over units.
 
-
-def _squares_of(products: Tensor, *factors: _Scaled) -> Tensor:
-    """Return ‖Σ_s a_s‖² of each record from the (T, T) inner products of the a_s, made of factors.
-
-    Float32 products, summed in float64: the products in float64 would double the work.
+    Float32 products, summed in float64: the products in float64 would double the work. The norms are
+    those of the factors that the a_s are made of, multiplied: no square is less than what may have
+    vanished in their inner products.
     """
     lengths = _sum_in_float64(products.diagonal(dim1=1, dim2=2).clamp(min=0.0).sqrt())
     squares = above_rounding(_sum_in_float64(products.flatten(1)), lengths, products.dtype)
-    units = reduce(torch.mul, (each.units for each in factors))
-    return _above_what_vanishes(squares * units.square(), *factors)
+    return torch.maximum(squares * units.square(), (_HIDDEN * norms).square_())
 
 
 # -- linear layers, embeddings and norm layers ----------------------------------------------------
@@ -461,7 +462,7 @@ class OuterProduct(_OfPositions):
 
     def squares(self, v: Tensor, u: Tensor) -> Tensor:
         a, b = _Scaled.of(u), _Scaled.of(v)
-        return _squares_of(a.products() * b.products(), a, b)
+        return _squares_of(a.products() * b.products(), a.units * b.units, a.norms * b.norms)
 
 
 @dataclass(frozen=True)
@@ -496,7 +497,46 @@ class Lookup(_OfPositions):
     def squares(self, v: Tensor, u: Tensor) -> Tensor:
         scaled = _Scaled.of(u)
         is_other = v.unsqueeze(2) != v.unsqueeze(1)
-        return _squares_of(scaled.products().masked_fill_(is_other, 0.0), scaled)
+        products = scaled.products().masked_fill_(is_other, 0.0)
+        return _squares_of(products, scaled.units, scaled.norms)
+
+
+def squares_of_tied(uses: Sequence[Use], *, may_keep: bool) -> Tensor | None:
+    """Return squared norms for a table whose transpose is a layer, too: a language model's embedding.
+
+    A row that is looked up is an outer product: Σ_t u_t v_tᵀ + Σ_s e_(r_s) w_sᵀ with e_r the unit
+    vector of row r, and e_r · u = u_r. So there is nothing of the table's size.
+
+    Args:
+        uses: of the parameter, joined. None is returned for other uses, and where rows are cheaper.
+        may_keep: as in :meth:`AbstractForm.squared_norms`.
+    """
+    layer, table = (
+        next((use for use in uses if isinstance(use.form, form)), None)
+        for form in (OuterProduct, Lookup)
+    )
+    if layer is None or table is None or len(uses) > 2:
+        return None
+    v, u, times = layer.v, layer.u, layer.u.shape[1] + table.u.shape[1]
+    are_rows_cheap = times * (u.shape[2] + v.shape[2]) > 2 * u.shape[2] * v.shape[2]
+    if are_rows_cheap or (may_keep and layer.form.prefers_rows(v, u)) or table.u.numel() == 0:
+        return None
+    tensors = v, u, table.v, table.u
+    return in_slices(_squares_of_tied, 4 * times**2, *tensors, most=_PRODUCT_BYTES)
+
+
+def _squares_of_tied(v: Tensor, u: Tensor, at: Tensor, w: Tensor) -> Tensor:
+    a, b, c = map(_Scaled.of, (u, v, w))
+    met = a.tensor.gather(2, at.unsqueeze(1).expand(-1, u.shape[1], -1))
+    same = (at.unsqueeze(2) == at.unsqueeze(1)).to(met)
+    rows = torch.cat([torch.cat([a.products(), met], 2), torch.cat([met.mT, same], 2)], 1)
+    columns = torch.cat([b.tensor, c.tensor], 1)
+    parts = a.units * b.units, c.units
+    units = torch.maximum(*parts)
+    counts = torch.tensor([u.shape[1], w.shape[1]], device=units.device)
+    shares = torch.stack([part / units for part in parts], 1).repeat_interleave(counts, 1).to(met)
+    products = rows * torch.bmm(columns, columns.mT) * shares.unsqueeze(2) * shares.unsqueeze(1)
+    return _squares_of(products, units, a.norms * b.norms + c.norms)
 
 
 @dataclass(frozen=True)

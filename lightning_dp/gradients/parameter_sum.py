@@ -23,7 +23,13 @@ from lightning_dp.gradients.base import (
     AbstractPerSampleGradients,
     number_of_records,
 )
-from lightning_dp.gradients.bilinear import Rows, Use, above_rounding, in_slices
+from lightning_dp.gradients.bilinear import (
+    Rows,
+    Use,
+    above_rounding,
+    in_slices,
+    squares_of_tied,
+)
 
 __all__ = [
     "Allowance",
@@ -164,8 +170,10 @@ class ParameterGradients:
             if (known := self._known_squares(self.uses)) is not None:
                 return known
             cheap = forms.pop().squared_norms(self.uses, may_keep=may_keep)
-            if cheap is not None:
-                return cheap
+        else:
+            cheap = squares_of_tied(self.uses, may_keep=may_keep)
+        if cheap is not None:
+            return cheap
         if may_keep:
             self._allowance.left -= size
             self._kept = self._made(*self.uses)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import reduce
 from weakref import ref
 
 import pytest
@@ -11,9 +13,16 @@ from torch import Tensor, nn
 
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients import parameter_sum
-from lightning_dp.gradients.bilinear import Lookup, OuterProduct, Rows, Scale, Use
+from lightning_dp.gradients.bilinear import (
+    Lookup,
+    OuterProduct,
+    Rows,
+    Scale,
+    Use,
+    squares_of_tied,
+)
 from lightning_dp.gradients.layer_calls import LayerCalls
-from lightning_dp.gradients.parameter_sum import ParameterGradients
+from lightning_dp.gradients.parameter_sum import Allowance, ParameterGradients
 
 
 def test_norms_of_wide_layers_are_not_too_small():
@@ -146,3 +155,58 @@ def test_a_sum_that_is_put_into_memory_is_that_which_is_added_to_zeros(kind, rec
             gradients.add_weighted_sum(weights, onto, is_new=is_new)
         torch.testing.assert_close(put, added)
         assert bool(put.any()) == bool(records)
+
+
+ROWS, WIDTH, AT = 40, 30, (1, 1, 3, 39)  # of a table, and looked up in it
+
+
+def tied(records: int, powers: Sequence[int] = (0, 0, 0)) -> list[Use]:
+    """Uses of a table that is a layer, too, with factors of these powers of ten."""
+    shapes = (records, 3, WIDTH), (records, 3, ROWS), (records, len(AT), WIDTH)
+    v, u, w = (torch.randn(s) * 10.0**k for s, k in zip(shapes, powers, strict=True))
+    at = torch.tensor(AT).expand(records, -1)
+    return [Use(OuterProduct(), v, u), Use(Lookup(ROWS), at, w)]
+
+
+def tied_rows(uses: Sequence[Use]) -> Tensor:
+    doubles = [each.to(torch.float64) for each in uses]
+    return reduce(torch.add, (each.form.rows(each.v, each.u) for each in doubles)).flatten(1)
+
+
+@pytest.mark.parametrize(
+    "powers", [(0, 0, 0), (8, -8, 1), (-25, 5, -19), (15, 16, 30), (0, -30, 0)]
+)
+def test_a_tied_table_has_the_norms_of_its_rows(powers):
+    """With none of the rows made: from inner products of positions, of the layer and of the table."""
+    torch.manual_seed(0)
+    uses = tied(5, powers)
+    found = ParameterGradients(uses, torch.Size((ROWS, WIDTH)), None, Allowance(0)).squared_norms()
+    torch.testing.assert_close(found, tied_rows(uses).square().sum(1), rtol=1e-5, atol=0.0)
+    made = squares_of_tied(uses[::-1], may_keep=False)  # in either order
+    torch.testing.assert_close(made, found, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("power", [-12, 0, 12])
+def test_a_tied_table_whose_uses_cancel_stays_within_its_bound(power):
+    """What the layer gives to a row is what a look-up takes from it, up to rounding."""
+    torch.manual_seed(0)
+    layer, table = tied(50, (0, power, power))
+    one_hot = torch.zeros_like(layer.u).index_fill_(2, torch.tensor(AT[2:]), 10.0**power)
+    at = torch.tensor(AT[2:]).expand(50, -1)
+    w = -layer.v.sum(1, keepdim=True).expand(-1, 2, -1) * 10.0**power * (1 + 1e-7)
+    uses = [replace(layer, u=one_hot), replace(table, v=at, u=w.contiguous())]
+    squares = squares_of_tied(uses, may_keep=False)
+    assert (squares >= tied_rows(uses).square().sum(1)).all()
+    # As long as rounding may be, of the terms' length: 5e-4 of it, by no means its own.
+    terms = sum(each.form.lengths(each.v, each.u) for each in uses)
+    assert (squares.sqrt() <= 3e-3 * terms).all()
+
+
+def test_uses_that_are_not_a_layer_and_a_table_have_no_such_norms():
+    layer, table = tied(2)
+    assert squares_of_tied([layer, Rows.use(torch.randn(2, ROWS, WIDTH))], may_keep=False) is None
+    assert squares_of_tied([layer, table, layer], may_keep=False) is None
+    wide = replace(
+        layer, v=layer.v.repeat(1, 40, 1), u=layer.u.repeat(1, 40, 1)
+    )  # rows are cheaper
+    assert squares_of_tied([wide, table], may_keep=False) is None
