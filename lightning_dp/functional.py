@@ -261,15 +261,15 @@ def squares_of_blocks(norms: Tensor, rows: Tensor) -> Tensor:
 def _squares_in_float64(rows: Tensor) -> Tensor:
     """Square and add some entries at a time; on a device more of them: there is no cache to fit."""
     entries = _ENTRIES if rows.device.type == "cpu" else _ENTRIES_ON_DEVICE
-    norms = functools.partial(torch.linalg.vector_norm, dim=1, dtype=torch.float64)
     if rows.numel() <= entries:
-        return norms(rows).square_()
+        squares: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square_()
+        return squares
     columns = min(rows.shape[1], entries) or 1
-    squares = []
+    found = []
     for some in torch.split(rows, max(1, entries // columns)):
-        parts = [norms(part).square_() for part in torch.split(some, columns, dim=1)]
-        squares.append(torch.stack(parts).sum(0))
-    return torch.cat(squares)
+        parts = [_squares_in_float64(part) for part in torch.split(some, columns, dim=1)]
+        found.append(torch.stack(parts).sum(0))
+    return torch.cat(found)
 
 
 def factor_norms(factors: Tensor) -> Tensor:
