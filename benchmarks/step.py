@@ -1,6 +1,6 @@
 """The cost of one private step, next to the same step without privacy, and next to the peers.
 
-    python benchmarks/step.py [--models MLP CNN ...] [--rounds 15] [--processor] [--check]
+    python benchmarks/step.py [--models MLP CNN ...] [--runs ours vmap ...] [--rounds 15] [--processor]
     python benchmarks/step.py --rounds 3 --steps 15    # as on the GPU of benchmarks/results.md
 
 Ours and the step without privacy run through the Trainer with all defaults, and ours with every check
@@ -17,6 +17,7 @@ alternate, so that a busy machine disturbs all. Of each fit three numbers count:
 Our journal is in memory here where the system allows it; benchmarks/overhead.py tells what the disk
 costs. --processor takes the time of the processor, of all threads together, for a machine with other
 work on it; noise that is drawn in the background counts in full there.
+--runs leaves out what is not named; the step without privacy and ours are always there.
 --check compares the ratios with those recorded in benchmarks/step.json, and fails above 1.25 times.
 """
 
@@ -341,7 +342,10 @@ def row(name: str, costs: list[Cost], ratios: list[float]) -> str:
     return line if math.isnan(first) else f"{line} first {first:5.2f} x  start {start:6.2f} s"
 
 
-def compare(name: str, steps: int | None, rounds: int) -> float | None:
+RUNS = {**FITS, **{who: partial(bare, run) for who, run in BARE.items()}}
+
+
+def compare(name: str, steps: int | None, rounds: int, chosen: Sequence[str]) -> float | None:
     """Print the table of a model; return the ratio of ours, or None if the model is not at hand."""
     model = MODELS[name]
     try:
@@ -350,12 +354,13 @@ def compare(name: str, steps: int | None, rounds: int) -> float | None:
         print(f"{name} is left out: {missing}")
         return None
     print(f"{name}, batch {model.batch_size}, {named()}, first {model.first} steps", flush=True)
-    runs = {**FITS, **{who: partial(bare, run) for who, run in BARE.items()}}
+    runs = {who: RUNS[who] for who in RUNS if who in ("without privacy", "ours", *chosen)}
     costs = measure(runs, model, steps or model.steps, rounds)
     times = {who: [each.step for each in found] for who, found in costs.items()}
     to_plain = ratios(times, "without privacy")
     for who, found in costs.items():
-        to = ratios(times, "without, by record") if "by record" in who else to_plain
+        of_records = "by record" in who and "without, by record" in times
+        to = ratios(times, "without, by record") if of_records else to_plain
         print(row(who, found, to[who]), flush=True)
     middle = {who: statistics.median(values) for who, values in to_plain.items()}
     peers = [(middle[peer], peer) for peer in PEERS if peer in middle]
@@ -373,6 +378,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare with the recorded ratios")
     parser.add_argument("--record", action="store_true", help="record the ratios")
     parser.add_argument("--processor", action="store_true", help="the processor's time")
+    parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument(
         "--steps", type=int, help="after the first; default: 15, or 5 of large models"
@@ -382,7 +388,8 @@ def main() -> None:
     if arguments.processor:
         by_processor()
     recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
-    compared = {name: compare(name, arguments.steps, arguments.rounds) for name in arguments.models}
+    how = arguments.steps, arguments.rounds, arguments.runs
+    compared = {name: compare(name, *how) for name in arguments.models}
     found = {name: ratio for name, ratio in compared.items() if ratio is not None}
     print(f"geometric mean {statistics.geometric_mean(found.values()):.2f}")
     if arguments.record:
