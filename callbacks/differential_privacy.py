@@ -99,9 +99,6 @@ class DifferentialPrivacy(Callback):
         gradient_edits: of ``checks=Checks(gradient_edits=...)``.
         public_state: of ``checks=Checks(public_state=...)``.
 
-    Raises:
-        ValueError: for a bad or contradictory argument, naming it.
-
     Example:
         >>> privacy = DifferentialPrivacy(target_epsilon=3.0, target_delta=1e-5)
         >>> privacy.epsilon, privacy.steps
@@ -202,11 +199,7 @@ class DifferentialPrivacy(Callback):
                 raise refusal from None  # not with what the copies said
 
     def on_init_end(self, *_: object, **__: object) -> NoReturn:
-        """Refuse ``transformers.Trainer``, which says this to its callbacks; Lightning never does.
-
-        Raises:
-            MisconfigurationException: always.
-        """
+        """Refuse ``transformers.Trainer``, which says this to its callbacks; Lightning never does."""
         from lightning_dp._checks import MisconfigurationError
 
         raise MisconfigurationError(

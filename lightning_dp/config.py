@@ -77,9 +77,6 @@ class Checks:
             ("teacher.*"). What else is written between steps and cannot be compared is not saved;
             the report prints these.
 
-    Raises:
-        TypeError, ValueError: naming the argument and its value.
-
     Example:
         >>> Checks(public_state=["teacher.*"]).public_state
         ('teacher.*',)
@@ -112,10 +109,6 @@ class About:
         controller: who is responsible for the data.
         trained_by: who made the training, if that is somebody else.
 
-    Raises:
-        ValueError: if a text is empty or has several lines.
-        TypeError: if one is not a string.
-
     Example:
         >>> About(data_set="MNIST, training part", record="one picture of a digit").to_dict()
         {'data_set': 'MNIST, training part', 'record': 'one picture of a digit'}
@@ -145,9 +138,6 @@ class PrivacyConfig:
     that would exceed the target).
 
     The arguments are those of :class:`lightning_dp.DifferentialPrivacy`, which explains them.
-
-    Raises:
-        ValueError: naming the argument and its value.
 
     Example:
         >>> PrivacyConfig(target_epsilon=3.0, target_delta=1e-5).resolved_estimator()
@@ -529,9 +519,6 @@ class PrivacyConfig:
         """Refuse to continue a run whose :meth:`fingerprint` is another one.
 
         What the fingerprint does not have, it had by default.
-
-        Raises:
-            ValueError: naming the argument, with both values.
         """
         default = PrivacyConfig(target_delta=self.target_delta, noise_multiplier=0.0)._identity()
         check_same(fingerprint, self._identity(), default.__getitem__)
@@ -539,9 +526,6 @@ class PrivacyConfig:
 
 def check_engine_name(name: str, value: object, *, of: str | None = None) -> str:
     """Return the name of an engine.
-
-    Raises:
-        ValueError: for one that is not known, or not any more.
 
     Example:
         >>> check_engine_name("engine", "ghost")

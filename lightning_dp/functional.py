@@ -494,10 +494,6 @@ def laplacian_smoothing(v: Tensor, sigma: float) -> Tensor:
     Returns:
         u, of the shape, type and device of ``v``.
 
-    Raises:
-        ValueError: if ``sigma`` is negative or not finite, or ``v`` has no dimension.
-        TypeError: if ``v`` does not hold real floating-point numbers.
-
     Example:
         >>> laplacian_smoothing(torch.tensor([0.0, 5.0, 0.0, 0.0]), sigma=1.0)
         tensor([1.0000, 2.3333, 1.0000, 0.6667])
@@ -604,9 +600,6 @@ def shared_mask(seed: int, round_: int, size: int, keep: int) -> Tensor:
         size: d, the number of coordinates.
         keep: k, 1 <= k <= d.
 
-    Raises:
-        ValueError: naming the argument that is out of its range.
-
     Example:
         >>> shared_mask(seed=7, round_=0, size=10, keep=3)
         tensor([1, 4, 8])
@@ -646,9 +639,6 @@ class SparseVector:
         values: float32 or float64, at the coordinates in increasing order.
         size: d, the length of the vector.
         seed, round_: as in :func:`shared_mask`.
-
-    Raises:
-        ValueError: naming the argument that is out of its range.
 
     Example:
         >>> sent = random_k(torch.ones(1000), keep=100, seed=7, round_=0)
@@ -699,9 +689,6 @@ def random_k(u: Tensor, keep: int, seed: int, round_: int) -> SparseVector:
         u: flat, float32 or float64, of length d.
         keep: k, 1 <= k <= d; k = d sends u itself.
         seed, round_: as in :func:`shared_mask`.
-
-    Raises:
-        ValueError: naming the argument that is out of its range.
 
     Definition 3 of the paper that :class:`~lightning_dp.CubicNewton` names.
 
@@ -760,9 +747,6 @@ def losses_of_records(
 
     Returns:
         Shape (n,).
-
-    Raises:
-        ValueError: if the shapes do not go together, or ``tokens_per_record`` is not above 0.
 
     Example:
         >>> logits = torch.zeros(3, 4, 5)

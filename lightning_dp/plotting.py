@@ -141,9 +141,6 @@ def plot_federation(attendance: Sequence[tuple[int, int, bool, float]], *, names
     Returns:
         the axes of ε; those of the clients are the last of its figure's.
 
-    Raises:
-        ImportError: without matplotlib.
-
     Example:
         >>> ax = plot_federation([(0, 0, True, 0.5), (0, 1, False, math.nan), (1, 0, True, 0.7)])
         >>> [line.get_label() for line in ax.lines]
@@ -182,9 +179,6 @@ def svg(draw: Callable[[], Axes]) -> bytes:
 
     Args:
         draw: returns axes of the figure, which is closed.
-
-    Raises:
-        ImportError: without matplotlib.
     """
     pyplot = _pyplot("A picture")
     content = io.BytesIO()

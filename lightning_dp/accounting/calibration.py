@@ -140,7 +140,7 @@ def _checked(
             f"delta {delta:.3g}: nothing is left for further steps. Raise epsilon.",
             topic="budget-exhausted",
         )
-    if not Declared.of(before.external(relation), relation).left_of(delta) > 0:
+    if not Declared.of(before, relation).left_of(delta) > 0:
         raise RefusedSetting(
             f"spent has releases whose own delta takes all of delta={delta:g}: nothing is left for "
             "further steps. Raise delta.",
@@ -241,9 +241,6 @@ def affordable_steps(
         relation: ``"add_remove"`` or ``"replace_one"``.
         accountant: :class:`PLDAccountant` by default.
         spent: what ran before.
-
-    Raises:
-        ValueError: if an argument is illegal.
 
     Example:
         >>> from lightning_dp.accounting import Gaussian

@@ -108,10 +108,6 @@ History: TypeAlias = Sequence[tuple[AbstractEvent, int]]
 def check_history(history: object, name: str = "history") -> list[tuple[AbstractEvent, int]]:
     """Return a legal history, which was given as the argument of that name.
 
-    Raises:
-        TypeError: if it has no entries.
-        ValueError: naming an entry that is no pair of an event and a count of at least 0.
-
     Example:
         >>> check_history([3], "spent")
         Traceback (most recent call last):
@@ -357,7 +353,7 @@ class RandomAllocationEpoch(Gaussian):
     the sums of earlier ones: of coordinate i, each step is a post-processing (Feldman and Shenfeld 2024,
     arXiv:2412.16802). It is charged whole before its first record, and a stop inside is
     paid in full. How its loss is computed, as an upper bound: ``AllocationNode`` of
-    ``lightning_dp.accounting._sampled``.
+    ``lightning_dp.accounting._pmf``.
 
     Under "add_remove" and "zero_out", in which a record has no effect at its step: the same pair.
     :attr:`pair` is that of a full batch, as if it were told which step uses whom; Rényi accounting

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import expit
 
-from lightning_dp.accounting._pmf import LossPmf, Node
-from lightning_dp.accounting._sampled import SampledNode, node_of
-from lightning_dp.accounting.events import AbstractEvent, AbstractExternal, Relation
-from lightning_dp.accounting.steps import FloatArray
+from lightning_dp.accounting._pmf import LossPmf, Node, SampledNode, node_of
+from lightning_dp.accounting.events import AbstractExternal, History, Relation
+from lightning_dp.accounting.steps import CheckedHistory, FloatArray
 
 _UNIT = 2.0**-52
 _POINTS = 1024  # of the profile of a zCDP release, on each side
@@ -50,8 +48,8 @@ class Declared:
     sampled: tuple[tuple[SampledNode, int], ...] = ()
 
     @classmethod
-    def of(cls, history: Iterable[tuple[AbstractEvent, int]], relation: Relation) -> Declared:
-        """Add up guarantees.
+    def of(cls, history: History, relation: Relation) -> Declared:
+        """Add up the guarantees in a history, without its steps.
 
         Raises:
             ValueError: if one of them says nothing about the relation.
@@ -59,7 +57,7 @@ class Declared:
         pure: dict[float, int] = {}
         sampled: dict[SampledNode, int] = {}
         logs, rhos = [], []
-        for event, count in history:
+        for event, count in CheckedHistory.of(history).external(relation):
             if not isinstance(event, AbstractExternal):
                 node = node_of(event, relation)
                 sampled[node] = sampled.get(node, 0) + count

@@ -54,9 +54,6 @@ def gdp_delta(mu: float, epsilon: float) -> float:
     Returns:
         delta in [0, 1]; for mu above 1e6 an upper bound, ``Phi(mu/2 - epsilon/mu + 1e-15 mu)``.
 
-    Raises:
-        ValueError: if ``mu`` is negative or NaN, or ``epsilon`` is not in [0, inf).
-
     Example:
         >>> round(gdp_delta(mu=1.0, epsilon=1.0), 6)
         0.126937
@@ -80,9 +77,6 @@ def gdp_epsilon(mu: float, delta: float) -> float:
 
     Returns:
         The least epsilon >= 0 with ``gdp_delta(mu, epsilon) <= delta``, rounded up by 1e-12 relative.
-
-    Raises:
-        ValueError: if ``mu`` is negative or NaN, or ``delta`` is not in (0, 1).
 
     Example:
         >>> round(gdp_epsilon(mu=10 ** 0.5, delta=1e-5), 3)

@@ -169,11 +169,7 @@ class Charges(Mapping[str, History]):
         return same
 
     def is_ahead_of(self, run: str, other: Charges) -> bool:
-        """Return whether this record of a run is longer than the other's.
-
-        Raises:
-            JournalError: if the two contradict each other.
-        """
+        """Return whether this record of a run is longer than the other's."""
         _longer(run, self.get(run, ()), other.get(run, ()))
         return self.length(run) > other.length(run)
 
@@ -239,11 +235,7 @@ def checked_line(record: Sequence[object], separators: tuple[str, str] = (",", "
 
 
 def read_line(line: bytes) -> object:
-    """Return the record of a line without its newline.
-
-    Raises:
-        ValueError: if it fails its checksum, or is not JSON.
-    """
+    """Return the record of a line without its newline."""
     if not _is_whole(line):
         raise ValueError("fails its checksum")
     try:
@@ -577,11 +569,7 @@ class Journal:
         self._append([])
 
     def note(self, kind: str, *content: Any) -> None:
-        """Write what is no charge, as :meth:`JournalContent.add` reads it; nothing if it is known.
-
-        Raises:
-            JournalError: as by :meth:`append`.
-        """
+        """Write what is no charge, as :meth:`JournalContent.add` reads it; nothing if it is known."""
         if kind == WEIGHTS:
             content = tuple(each for each in content if each not in self.weights)
         if (kind == WEIGHTS and not content) or (kind == DATA and content in self.data):
@@ -810,11 +798,7 @@ def _crc_of(contents: Iterable[bytes]) -> int:
 
 
 def read_release_file(path: Path) -> tuple[Progress, Kept, bytes]:
-    """The progress, the releases that may be asked for again, and the note of the latest one.
-
-    Raises:
-        JournalError: if it is damaged.
-    """
+    """The progress, the releases that may be asked for again, and the note of the latest one."""
     with open(path, "rb") as file:
         progress, places, check = _header(path, file.readline())
         kept = {(round_, part): file.read(length) for round_, part, length in places}

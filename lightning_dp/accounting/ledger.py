@@ -251,11 +251,7 @@ class Ledger:
         self._charges = runs
 
     def merge(self, runs: Charges) -> None:
-        """Add another record: the longer one of each run.
-
-        Raises:
-            JournalError: if two records of a run contradict each other.
-        """
+        """Add another record: the longer one of each run."""
         self._charges.merge(runs)
 
 

@@ -127,9 +127,6 @@ def audit(
         num_canaries: m, at most the number of trained parameters.
         confidence: 1 - γ in (0, 1).
 
-    Raises:
-        ValueError: for arguments out of range.
-
     Example:
         ``print(audit(model, loader, privacy.config, trainer={"max_steps": 100}))``
     """

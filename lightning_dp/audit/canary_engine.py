@@ -52,11 +52,7 @@ class Canaries:
         self.seen: list[FloatArray] = []  # for each step a_i: noised, in clip norms
 
     def place(self, parameters: int) -> None:
-        """Choose a coordinate for each.
-
-        Raises:
-            ValueError: if there are more canaries than coordinates.
-        """
+        """Choose a coordinate for each."""
         if self.number > parameters:
             raise ValueError(
                 f"num_canaries={self.number} must be at most the number of trained parameters, "

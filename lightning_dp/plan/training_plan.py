@@ -62,9 +62,6 @@ class TrainingPlan:
         noise_multiplier: z, of each step.
         target_epsilon, target_delta, relation: the budget that the steps spend.
 
-    Raises:
-        ValueError: naming the argument.
-
     Example:
         >>> plan = plan_training(22_000, 128, epochs=2, target_epsilon=3.0, target_delta=1e-5)
         >>> plan.steps, round(plan.noise_multiplier, 2), round(plan.excess, 1)
@@ -165,9 +162,6 @@ class TrainingPlan:
         """Return another plan for the same records, with its noise calibrated again.
 
         What is left out stays as it is; with another batch size the epochs stay, not the steps.
-
-        Raises:
-            ValueError: as :func:`plan_training`.
         """
         batch = self.batch_size if batch_size is None else batch_size
         if epochs is None and steps is None:
@@ -310,9 +304,6 @@ def learning_rate(
         optimizer: ``"adam"`` stands for all that divide by a running mean square.
         max_grad_norm: C; Adam does not see it.
         momentum: of SGD, in [0, 1).
-
-    Raises:
-        ValueError: if an argument is illegal, or for SGD without noise.
 
     Example:
         >>> from lightning_dp.plan import plan_training

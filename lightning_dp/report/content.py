@@ -253,9 +253,6 @@ class PrivacyReport:
 
         Args:
             reader: ``"people"`` for page one alone, ``"engineers"`` for the annex alone.
-
-        Raises:
-            ValueError: for another reader.
         """
         return render([Page(self)], "md", reader)
 
@@ -502,9 +499,6 @@ def render(pages: Sequence[Page], form: Literal["md", "html"], reader: Reader | 
         pages: one for each.
         form: Markdown, or one HTML file that loads nothing and runs no script.
         reader: page one alone, or the annex alone; both by default.
-
-    Raises:
-        ValueError: for an unknown reader.
     """
     if reader is not None:
         one_of(READERS)("reader", reader)

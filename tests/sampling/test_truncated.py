@@ -24,7 +24,7 @@ from lightning_dp.accounting import (
     delta,
     epsilon,
 )
-from lightning_dp.accounting._sampled import node_of
+from lightning_dp.accounting._pmf import node_of
 from lightning_dp.accounting.events import TruncatedGaussian, event_from_dict
 from lightning_dp.noise_plan import Budget
 from lightning_dp.sampling import BatchPlan
