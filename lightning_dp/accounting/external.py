@@ -195,7 +195,7 @@ class Concentrated(NamedTuple):
     def pmf(
         self, h: float, log_tail: float, relation: str, backward: bool, limit: float
     ) -> LossPmf:
-        """Return the masses that belong to the minorant at some of the grid points."""
+        """Return the masses of the minorant at some of the grid points."""
         reach = self.support(log_tail, relation)[1]
         stride = max(1, math.ceil(reach / (_POINTS * h)))
         half = max(1, math.ceil(reach / (stride * h)))

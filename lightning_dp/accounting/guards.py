@@ -109,16 +109,6 @@ class GDPGuard(AbstractGuard):
         epsilon, delta: the budget.
         relation: the neighbouring relation.
         spent: what ran before, full batches only; anything else is refused.
-
-    Example:
-        >>> from lightning_dp.accounting import Gaussian
-        >>> guard = GDPGuard(epsilon=1.0, delta=1e-5, relation="add_remove", spent=[])
-        >>> steps = 0
-        >>> while guard.fits(lambda: Gaussian(10.0)):
-        ...     guard.book(Gaussian(10.0))
-        ...     steps += 1
-        >>> steps
-        7
     """
 
     name = "gdp"

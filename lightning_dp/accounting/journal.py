@@ -191,11 +191,7 @@ class Charges(Mapping[str, History]):
 
     @classmethod
     def from_dict(cls, runs: Mapping[str, Any]) -> Charges:
-        """Read what :meth:`to_dict` wrote.
-
-        Raises:
-            ValueError, TypeError, AttributeError: if it is something else.
-        """
+        """Read what :meth:`to_dict` wrote; else raise ValueError, TypeError or AttributeError."""
         return cls(
             {
                 run: [(event_from_dict(event), whole("count", count)) for event, count in charges]
@@ -322,7 +318,7 @@ class JournalContent:
         elif not isinstance(record, list) or len(record) != 3:
             raise self._damaged(f"line {position} is no record")
         elif record[0] is None:
-            self._add_note(record[1], record[2], position)
+            self.add_note(record[1], record[2])
         else:
             self._add_charge(record, position)
 
@@ -355,11 +351,11 @@ class JournalContent:
             raise self._damaged(how) from None
         self.runs.append(run, event)
 
-    def _add_note(self, kind: object, content: object, position: int) -> None:
+    def add_note(self, kind: object, content: object) -> None:
         """Add what is no charge; kinds of a later version may change what is spent."""
+        line = f"line {self.lines}"
         if kind not in (WEIGHTS, DATA, BUDGET, PLAN, SAVED, END):
-            kinds = f"is of the kind {kind!r}, which this version cannot read"
-            raise self._damaged(f"line {position} {kinds}")
+            raise self._damaged(f"{line} is of the kind {kind!r}, which this version cannot read")
         items: list[Any] = content if isinstance(content, list) else [None]
         types = [type(each) for each in items]
         if kind == DATA and types in ([int, str], [int, type(None)]):
@@ -368,7 +364,7 @@ class JournalContent:
             try:
                 self._add_budget(*items)
             except ValueError as error:
-                raise self._damaged(f"line {position}: {text_of(error)}") from None
+                raise self._damaged(f"{line}: {text_of(error)}") from None
         elif kind == WEIGHTS and set(types) <= {str}:
             self.weights.update(items)
         elif kind == PLAN and types == [str, float, int, bool]:
@@ -378,7 +374,7 @@ class JournalContent:
         elif kind == END and types == [str] and items[0] in self.plans:
             self.plans[items[0]].is_ended = True
         else:
-            raise self._damaged(f"line {position} has no {kind}")
+            raise self._damaged(f"{line} has no {kind}")
 
     def _add_budget(self, epsilon: float, delta: float, relation: Any) -> None:
         """Add a budget of the whole ledger; the largest counts."""
@@ -532,7 +528,6 @@ class Journal:
             )
         self.runs = written.runs
         self._last: dict[str, AbstractEvent] = {}  # of what is written from now on
-        self.weights, self.data, self.plans = written.weights, written.data, written.plans
         self._size = len(written.text)
         self._file: IO[bytes] = open(self.path, "ab", buffering=0)  # noqa: SIM115 (until close())
         try:
@@ -570,16 +565,15 @@ class Journal:
 
     def note(self, kind: str, *content: Any) -> None:
         """Write what is no charge, as :meth:`JournalContent.add` reads it; nothing if it is known."""
+        known = self.content
         if kind == WEIGHTS:
-            content = tuple(each for each in content if each not in self.weights)
-        if (kind == WEIGHTS and not content) or (kind == DATA and content in self.data):
+            content = tuple(each for each in content if each not in known.weights)
+        if (kind == WEIGHTS and not content) or (kind == DATA and content in known.data):
             return
         self._check_untouched()
         self._append([checked_line([None, kind, content])])
-        if kind == WEIGHTS:
-            self.weights.update(content)
-        elif kind == DATA:
-            self.data.add(cast("tuple[int, str | None]", content))
+        if kind in (WEIGHTS, DATA):
+            known.add_note(kind, [*content])
 
     def _line(self, run: str, number: int, event: AbstractEvent) -> bytes:
         before = self.runs.get(run)
@@ -674,12 +668,7 @@ def new_id() -> str:
 
 
 def is_ledger_id(value: object) -> bool:
-    """True for a name that :func:`new_id` gives: no path, no pattern, nothing else.
-
-    Example:
-        >>> is_ledger_id(new_id()), is_ledger_id("../../evil")
-        (True, False)
-    """
+    """True for a name that :func:`new_id` gives: no path, no pattern, nothing else."""
     return isinstance(value, str) and _ID.fullmatch(value) is not None
 
 
@@ -715,11 +704,7 @@ class Progress:
 
     @classmethod
     def read(cls, path: Path, state: dict[str, Any]) -> Progress:
-        """Read it field by field: one that is absent has its default.
-
-        Raises:
-            JournalError: naming fields that are unknown, since they may change what was spent.
-        """
+        """Read it field by field: one that is absent has its default, an unknown one is refused."""
         if unknown := sorted(state.keys() - {each.name for each in fields(cls)}):
             raise JournalError(
                 f"{path} has unknown fields: {unknown}. Read it with the version of lightning-dp that "
@@ -845,11 +830,8 @@ def check_nothing_is_missing(
 
     Args:
         journal_path, dataset_id: of the journal.
-        runs: what is in it.
+        runs: its charges.
         known: of :func:`progress_of_all`, read before it.
-
-    Raises:
-        JournalError: naming both files and the cure.
     """
     for path, progress in known:
         if progress.dataset not in (None, dataset_id):

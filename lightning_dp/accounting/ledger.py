@@ -125,8 +125,8 @@ class Ledger:
             path = self.journal_path or directory / f"{self.id}.journal"
             journal = Journal(path.absolute(), self.id)
             self.merge(journal.runs)
-            self.weights |= journal.weights
-            self._note_replanned(journal.plans)
+            self.weights |= journal.content.weights
+            self._note_replanned(journal.content.plans)
             journal.extend(self._charges)
             self._journal, self.journal_path = journal, journal.path
         self._run = run

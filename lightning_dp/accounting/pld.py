@@ -126,11 +126,6 @@ class PLDAccountant(AbstractAccountant):
 
         Between them they are read from the grids of these two, the smaller bound of each.
 
-        Args:
-            history: pairs of an event and its count.
-            epsilons: at least one, each finite and at least 0.
-            relation: what neighbouring data sets are.
-
         Example:
             >>> from lightning_dp.accounting import PoissonGaussian
             >>> history = [(PoissonGaussian(1.0, 0.01), 1000)]
@@ -283,19 +278,13 @@ def epsilon_curve(
     accountant: AbstractAccountant | None = None,
     spent: History = (),
 ) -> FloatArray:
-    """Return epsilon after each of several numbers of steps of a plan, in one go.
+    """Return epsilon of what was spent and the first n steps of a plan, for each n; it does not fall.
 
     Args:
         plan: one event for all steps, or a function from the step 0, 1, ... to its event.
-        at_steps: numbers of steps, each at least 0, in any order.
-        delta: in (0, 1).
-        relation: ``"add_remove"`` or ``"replace_one"``.
+        at_steps: numbers n of steps, each at least 0, in any order.
+        delta, relation, spent: as for :func:`epsilon`.
         accountant: :class:`PLDAccountant` by default, for which lengths share their work.
-        spent: what ran before.
-
-    Returns:
-        For each n in ``at_steps`` an upper bound of the epsilon of ``spent`` and the first n
-        steps. It does not fall with n.
 
     Example:
         >>> from lightning_dp.accounting import PoissonGaussian
@@ -335,7 +324,7 @@ def _history(events: Events) -> History:
 
 
 def accountant_or_default(accountant: AbstractAccountant | None) -> AbstractAccountant:
-    """Return the accountant that was given, or the one that there is by default."""
+    """Return the accountant that was given, or the default."""
     if accountant is None:
         return PLDAccountant()
     return instance("accountant", accountant, AbstractAccountant)  # type: ignore[type-abstract]

@@ -151,8 +151,7 @@ def check_bounded(history: History, relation: Relation) -> None:
         ValueError: naming the relations that can be asked for.
     """
     for event, count in history:
-        reason = event.unbounded(relation) if count else None
-        if reason is not None:
+        if count and (reason := event.no_bound.get(relation)) is not None:
             raise RefusedSetting(reason, topic="fixed-order")
 
 
