@@ -95,13 +95,7 @@ def plot_charges(
 ) -> Axes:
     """Draw the picture of :meth:`lightning_dp.report.PrivacyReport.plot`.
 
-    Args:
-        runs: the charges of each run, in the order of time.
-        delta, relation, accountant: of ε.
-        budget: the target ε, for a line.
-        claim: ε from the first step on, where it is not that of the charges.
-        title: of the picture.
-        ax, metrics: of the method.
+    ``claim`` is ε from the first step on, where it is not that of the charges; ``budget`` is a line.
     """
     if metrics and ax is not None:
         raise ValueError("metrics get a separate panel: leave out ax, or draw them yourself.")
@@ -175,11 +169,7 @@ def plot_federation(attendance: Sequence[tuple[int, int, bool, float]], *, names
 
 
 def svg(draw: Callable[[], Axes]) -> bytes:
-    """Return what a function draws in a new figure as SVG: the same bytes each time, and no date.
-
-    Args:
-        draw: returns axes of the figure, which is closed.
-    """
+    """Return what a function draws in a new figure as SVG: the same bytes each time, and no date."""
     pyplot = _pyplot("A picture")
     content = io.BytesIO()
     figure = draw().get_figure(root=True)

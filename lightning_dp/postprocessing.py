@@ -168,11 +168,7 @@ def postprocessed(
 ) -> tuple[Tensor, list[State]]:
     """Return an estimate as post-processors leave it, one after the other, and their next states.
 
-    Args:
-        processors: in order.
-        states: of each; none before the first step.
-        estimate: flat, of length d.
-        params: the trainable parameters.
+    There are no states before the first step.
     """
     now = states or [processor.init(params) for processor in processors]
     following = []

@@ -380,11 +380,7 @@ class DynamicMomentum(AbstractSchedule):
     def recommended_steps(kappa: float, eta0: float, alpha: float) -> int:
         """Return T = ⌈(2κ/η0) ln(1 + η0/(κα))⌉, Theorem 4.6 (there up to a constant factor).
 
-        Args:
-            kappa: κ > 1.
-            eta0: η0 in (0, κ).
-            alpha: α = d G² / (2 R M N² (f(θ_1) - f(θ*))) > 0 (Eq. 2), for d parameters, clip norm
-                G, N records and Σ_t 1/σ_t² = R.
+        ``alpha`` is that of :meth:`DynamicGD.recommended_steps`.
         """
         kappa = condition_number("kappa", kappa, of="DynamicMomentum.recommended_steps")
         eta0 = positive("eta0", eta0, of="DynamicMomentum.recommended_steps")

@@ -28,24 +28,12 @@ class Declared:
     Composition Theorem for Differential Privacy", arXiv 1311.0776). So all of them together
     tell all with probability ``lost = 1 - prod_i (1 - δ_i)``, and else are pure:
     ``delta(e) = lost + (1 - lost) delta_pure(e)``, exactly.
-
-    Args:
-        pure: ε of each distinct question, and how often it is asked.
-        log_intact: ``sum_i log(1 - δ_i)``.
-        rho: of all zCDP releases.
-        sampled: releases that are no pair, and their counts.
-
-    Example:
-        >>> from lightning_dp.accounting import ApproximateDP
-        >>> two = ApproximateDP(0.5, 1e-6, "add_remove", "two tables")
-        >>> Declared.of([(two, 2)], "add_remove").lost
-        1.999999e-06
     """
 
-    pure: tuple[tuple[float, int], ...] = ()
-    log_intact: float = 0.0
-    rho: float = 0.0
-    sampled: tuple[tuple[SampledNode, int], ...] = ()
+    pure: tuple[tuple[float, int], ...] = ()  # ε of each distinct question, and its count
+    log_intact: float = 0.0  # sum_i log(1 - δ_i)
+    rho: float = 0.0  # of all zCDP releases
+    sampled: tuple[tuple[SampledNode, int], ...] = ()  # releases that are no pair, with counts
 
     @classmethod
     def of(cls, history: History, relation: Relation) -> Declared:

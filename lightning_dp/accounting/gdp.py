@@ -123,18 +123,12 @@ class LittleNoise:
 
     with J the number of such steps that the record takes part in, at most binomial with the largest of
     their rates, and G the Gaussian profile.
-
-    Args:
-        count: number of the steps with little noise.
-        sample_rate: the largest of theirs.
-        mu: of one of them, the largest.
-        others: the sum of the squares of μ of all other steps.
     """
 
-    count: int
-    sample_rate: float
-    mu: float
-    others: float
+    count: int  # of the steps with little noise
+    sample_rate: float  # the largest of theirs
+    mu: float  # of one of them, the largest
+    others: float  # the sum of the squares of μ of all other steps
 
     @classmethod
     def of(cls, steps: Steps, relation: str) -> LittleNoise:

@@ -254,51 +254,33 @@ def _is_whole(line: bytes) -> bool:
 
 @dataclass
 class PlannedRun:
-    """A run whose noise was calibrated, and how far its journal followed it.
+    """A run whose noise was calibrated, and how far its journal followed it."""
 
-    Args:
-        target_epsilon: what the noise was calibrated for.
-        last_step: the step of the plan at which it ends.
-        is_replanned: the noise was calibrated again, after a crash or another fit.
-        saved: the charged steps that its latest checkpoint has made.
-        is_ended: it ended in order. Without this, it crashed, or still runs.
-    """
-
-    target_epsilon: float
-    last_step: int
-    is_replanned: bool
-    saved: int = 0
-    is_ended: bool = False
+    target_epsilon: float  # for which the noise was calibrated
+    last_step: int  # of the plan, at which it ends
+    is_replanned: bool  # the noise was calibrated again, after a crash or another fit
+    saved: int = 0  # charged steps that its latest checkpoint has made
+    is_ended: bool = False  # in order; else it crashed, or still runs
 
 
 @dataclass
 class JournalContent:
     """The content of a journal.
 
-    Args:
-        path: the file.
-        ledger_id: of its first line.
-        runs: all charges.
-        weights: fingerprints of weights that its runs released.
-        data: the number of records and the user's name of each data set, as far as they were noted.
-        plans: the runs whose noise was calibrated.
-        budget: what its runs promise whose noise was chosen at run time: the events that came out do
-            not bound what could have. None if there are none.
-        lines, text: the number of its whole records, and all of them; anything after them is the
-            beginning of one more.
-        is_ended: whether the last whole record has its newline.
+    ``budget`` is the promise of runs whose noise was chosen at run time: the events that came out do not
+    bound what could have. After the whole records, ``text``, comes at most the beginning of one more.
     """
 
     path: Path
     ledger_id: str = ""
     runs: Charges = field(default_factory=Charges)
-    weights: set[str] = field(default_factory=set)
-    data: set[tuple[int, str | None]] = field(default_factory=set)
+    weights: set[str] = field(default_factory=set)  # fingerprints of those that its runs released
+    data: set[tuple[int, str | None]] = field(default_factory=set)  # numbers of records, and names
     plans: dict[str, PlannedRun] = field(default_factory=dict)
     budget: ApproximateDP | None = None
-    lines: int = 0
+    lines: int = 0  # whole records
     text: bytes = field(default=b"", repr=False)
-    is_ended: bool = True
+    is_ended: bool = True  # the last whole record has its newline
 
     def copy(self) -> JournalContent:
         """Return the same content, to which lines can be added."""

@@ -435,16 +435,10 @@ def _files(path: Path) -> list[Path]:
 
 @dataclass
 class Neighbours:
-    """Other journals with charges in a folder, newest first.
-
-    Args:
-        written: those that were read.
-        unread: the number of those that were too long to read now.
-        damaged: files that cannot be read.
-    """
+    """Other journals with charges in a folder, newest first."""
 
     written: list[JournalContent] = field(default_factory=list)
-    unread: int = 0
+    unread: int = 0  # so many were too long to be read now
     damaged: list[Path] = field(default_factory=list)
 
     @property

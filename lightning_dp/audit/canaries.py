@@ -287,14 +287,7 @@ def _noise_left(
     event: Callable[[float, float], AbstractEvent],
     failure: float,
 ) -> float:
-    """Return the most noise, as a share of the claim's, that no test refutes.
-
-    Args:
-        seen, ratios: of each canary at each step.
-        included: the canaries that took part.
-        kinds, pairs, event: the steps.
-        failure: the probability that one test is wrong.
-    """
+    """Return the most noise, as a share of the claim's, that no test refutes."""
     linear = np.array([1 / z**2 for z, _ in pairs])  # the weight of a step
     half = 0.5 * sum(q / z**2 for z, q in pairs)
     usual = max(kinds, key=lambda kind: kind.count).sample_rate

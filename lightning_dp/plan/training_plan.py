@@ -251,10 +251,6 @@ def full_batch_noise(epsilon: float, delta: float, relation: Relation) -> float:
     """Return the exact noise multiplier of one release about all records: Δ/μ, Δ = 1 or 2 (replace-one).
 
     T such releases have √T times as much each, so that their mean has the noise of one.
-
-    Example:
-        >>> round(full_batch_noise(3.0, 1e-5, "add_remove"), 3)
-        1.391
     """
     return (2.0 if relation == "replace_one" else 1.0) / mu_of_budget(epsilon, delta)
 
@@ -327,10 +323,5 @@ def learning_rate(
 
 
 def rounded(rate: float) -> float:
-    """Return one significant digit of a learning rate: more would promise more than is known.
-
-    Example:
-        >>> rounded(0.0083), rounded(7.6)
-        (0.008, 8.0)
-    """
+    """Return one significant digit of a learning rate: more would promise more than is known."""
     return float(f"{rate:.0e}")

@@ -107,11 +107,7 @@ class Stream(Dataset[Any]):
 
 
 def by_place(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a loader of the same batches of a stream, whose records have places.
-
-    Args:
-        loader: of an ``IterableDataset`` with a length.
-    """
+    """Return a loader of the same batches of a stream with a length, whose records have places."""
     size = loader.batch_size or 1
     kept = max(size, min(2 * size, _KEPT))
     stays = not loader.num_workers
