@@ -21,11 +21,10 @@ from scipy.special import erfcx, ndtr, ndtri_exp
 from lightning_dp.accounting.events import (
     AbstractEvent,
     RandomAllocationEpoch,
-    Relation,
     TruncatedGaussian,
 )
 from lightning_dp.accounting.gdp import gaussian_profile
-from lightning_dp.accounting.steps import FloatArray, Steps
+from lightning_dp.accounting.steps import FloatArray
 
 _UNIT = 2.0**-52
 _POINTS = 1000  # of a distribution of ratios
@@ -248,10 +247,10 @@ def _second_differences(delta: FloatArray, error: FloatArray, h: float) -> Float
 # -- batches that are no Poisson sample: with a limit, and of an allocated epoch -----------------
 
 
-def node_of(event: AbstractEvent, relation: Relation) -> SampledNode:
+def node_of(event: AbstractEvent) -> SampledNode:
     """Return the pair of distributions of an event that costs less than its pair of numbers."""
     if isinstance(event, TruncatedGaussian):
-        return TruncatedNode(*event.pair, event.chance_of_limit, relation)
+        return TruncatedNode(*event.pair, event.chance_of_limit)
     assert isinstance(event, RandomAllocationEpoch)
     return AllocationNode(event.noise_multiplier, event.batches)
 
@@ -262,13 +261,11 @@ class TruncatedNode(NamedTuple):
     Args:
         half, sample_rate: z/2 and q.
         chance: of the former.
-        of: the relation.
     """
 
     half: float
     sample_rate: float
     chance: float
-    of: Relation
 
     def support(self, log_tail: float, relation: str) -> tuple[float, float]:
         return support(self.half, self.sample_rate, log_tail, relation)
@@ -289,19 +286,6 @@ class TruncatedNode(NamedTuple):
             masses[place : place + pmf.probabilities.size] += weight * pmf.probabilities
         infinity = math.fsum(weight * pmf.infinity for pmf, weight in parts)
         return _trimmed(start, masses * (1 + 4 * _UNIT), infinity * (1 + 4 * _UNIT))
-
-    def divergence(self, orders: FloatArray) -> FloatArray:
-        """Return the Rényi divergence, whose ``e^((a - 1) rho)`` is convex too."""
-        from lightning_dp.accounting.rdp import total_divergence
-
-        one = np.ones(1)
-        steps = [Steps(z * one, self.sample_rate * one, one) for z in (2 * self.half, self.half)]
-        rare, often = (
-            (orders - 1) * total_divergence(each, self.of, orders) for each in steps[::-1]
-        )
-        with np.errstate(divide="ignore"):
-            mixed = np.logaddexp(np.log(self.chance) + rare, np.log1p(-self.chance) + often)
-        return np.asarray(mixed / (orders - 1))
 
 
 class AllocationNode(NamedTuple):
@@ -359,10 +343,6 @@ class AllocationNode(NamedTuple):
         start = int(places[0])
         sums = np.bincount(places.astype(np.intp) - start, masses).astype(np.float64)
         return _trimmed(start, sums, infinity)
-
-    def divergence(self, orders: FloatArray) -> FloatArray:
-        """Return that of a Gaussian release, as if it were told which step uses whom: a bound."""
-        return np.asarray(orders / (2 * self.noise_multiplier**2))
 
     def _full_batch(self, log_tail: float) -> GaussianNode | None:
         """Return the release of a full batch where the ratios' masses are no numbers."""

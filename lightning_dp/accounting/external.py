@@ -1,4 +1,4 @@
-"""Declared guarantees: their composition, Rényi divergences and pessimistic loss distributions."""
+"""Declared guarantees: their composition, and pessimistic loss distributions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import expit
 
 from lightning_dp.accounting._pmf import LossPmf, Node, SampledNode, node_of
 from lightning_dp.accounting.events import AbstractExternal, History, Relation
@@ -47,7 +46,7 @@ class Declared:
         logs, rhos = [], []
         for event, count in CheckedHistory.of(history).external(relation):
             if not isinstance(event, AbstractExternal):
-                node = node_of(event, relation)
+                node = node_of(event)
                 sampled[node] = sampled.get(node, 0) + count
                 continue
             epsilon, delta, rho = event.costs(relation)
@@ -98,31 +97,8 @@ class Declared:
         concentrated = [(Concentrated(self.rho), 1)] if self.rho > 0 else []
         return (*questions, *concentrated, *self.sampled)
 
-    def divergence(self, orders: FloatArray) -> FloatArray:
-        """Return the Rényi divergence of all but what is lost, at each order above 1."""
-        total = self.rho * orders
-        for node, count in self.sampled:
-            total = total + count * node.divergence(orders)
-        for epsilon, count in self.pure:
-            total = total + count * _of_a_question(epsilon, orders)
-        return np.asarray(total)
-
 
 NOTHING = Declared()
-
-
-def _of_a_question(epsilon: float, orders: FloatArray) -> FloatArray:
-    """``log(p^a (1-p)^(1-a) + (1-p)^a p^(1-a)) / (a - 1)``, ``p = e^ε / (1 + e^ε)``.
-
-    That of randomized response, which every ε-DP release is a post-processing of.
-    """
-    x = (orders - 1) * epsilon
-    log_p = -math.log1p(math.exp(-epsilon))
-    large = np.logaddexp(x + log_p, -x + log_p - epsilon)
-    # log(cosh x + (2 p - 1) sinh x), without cancellation for small x.
-    y = np.minimum(x, 1.0)
-    small = np.log1p(2 * np.sinh(y / 2) ** 2 + (2 * expit(epsilon) - 1) * np.sinh(y))
-    return np.asarray(np.where(x < 1, small, large) / (orders - 1))
 
 
 class Question(NamedTuple):

@@ -11,6 +11,7 @@ import numpy as np
 from scipy.special import bdtr, bdtrc, expit, gammaln
 
 from lightning_dp._validate import between, normalise, not_negative
+from lightning_dp.accounting._pmf import AllocationNode, SampledNode
 from lightning_dp.accounting.base import (
     AbstractAccountant,
     Relation,
@@ -85,7 +86,7 @@ class RenyiCurve:
     def at(self, orders: FloatArray) -> FloatArray:
         """rho at increasing orders above 1."""
         total = total_divergence(self.steps, self.relation, orders)
-        return total + self.declared.divergence(orders)
+        return total + declared_divergence(self.declared, self.relation, orders)
 
     def epsilon(self, delta: float) -> float:
         """The least epsilon at delta."""
@@ -284,6 +285,42 @@ def total_divergence(steps: Steps, relation: Relation, orders: FloatArray) -> Fl
         logs = _log_moments(z, q, float(order), relation)
         total[i] += float(mixture_bound(mixture, logs[:, None])[0]) / (order - 1)
     return total
+
+
+def declared_divergence(declared: Declared, relation: Relation, orders: FloatArray) -> FloatArray:
+    """Return the divergence of declared guarantees, without what is lost, at each order above 1."""
+    total = declared.rho * orders
+    for node, count in declared.sampled:
+        total = total + count * _of_sampled(node, relation, orders)
+    for epsilon, count in declared.pure:
+        total = total + count * _of_a_question(epsilon, orders)
+    return np.asarray(total)
+
+
+def _of_sampled(node: SampledNode, relation: Relation, orders: FloatArray) -> FloatArray:
+    """Of an allocated epoch, as if it were told which step uses whom; else of a mixture, also convex."""
+    if isinstance(node, AllocationNode):
+        return np.asarray(orders / (2 * node.noise_multiplier**2))
+    one = np.ones(1)
+    steps = [Steps(z * one, node.sample_rate * one, one) for z in (2 * node.half, node.half)]
+    rare, often = ((orders - 1) * total_divergence(each, relation, orders) for each in steps[::-1])
+    with np.errstate(divide="ignore"):
+        mixed = np.logaddexp(np.log(node.chance) + rare, np.log1p(-node.chance) + often)
+    return np.asarray(mixed / (orders - 1))
+
+
+def _of_a_question(epsilon: float, orders: FloatArray) -> FloatArray:
+    """``log(p^a (1-p)^(1-a) + (1-p)^a p^(1-a)) / (a - 1)``, ``p = e^ε / (1 + e^ε)``.
+
+    That of randomized response, which every ε-DP release is a post-processing of.
+    """
+    x = (orders - 1) * epsilon
+    log_p = -math.log1p(math.exp(-epsilon))
+    large = np.logaddexp(x + log_p, -x + log_p - epsilon)
+    # log(cosh x + (2 p - 1) sinh x), without cancellation for small x.
+    y = np.minimum(x, 1.0)
+    small = np.log1p(2 * np.sinh(y / 2) ** 2 + (2 * expit(epsilon) - 1) * np.sinh(y))
+    return np.asarray(np.where(x < 1, small, large) / (orders - 1))
 
 
 def _log_moments(z: FloatArray, q: FloatArray, order: float, relation: Relation) -> FloatArray:
