@@ -27,8 +27,6 @@ from lightning_dp.schedules import AbstractSchedule
 if TYPE_CHECKING:
     from lightning_dp.report import PrivacyReport
 
-__all__ = ["DifferentialPrivacy"]
-
 
 class DifferentialPrivacy(Callback):
     """Differentially private training of an unchanged LightningModule.

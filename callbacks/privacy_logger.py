@@ -20,8 +20,6 @@ from lightning_dp.accounting.base import epsilon_text, float32_above
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.hooks import PrivacyCallback
 
-__all__ = ["EPSILON", "NOISE_MULTIPLIER", "PrivacyLogger", "hyperparameters"]
-
 EPSILON = "privacy/epsilon"
 NOISE_MULTIPLIER = "privacy/noise_multiplier"
 

@@ -17,8 +17,6 @@ from typing import Any, SupportsFloat, TypeAlias, cast
 
 from lightning_dp._refusals import RefusedSetting
 
-__all__ = ["Data", "check_same", "config_dict", "refuse_unknown"]
-
 Data: TypeAlias = Any  # None, bool, int, float, str, and lists and dicts of them
 
 _CLASS = "class"

@@ -42,8 +42,6 @@ from lightning_dp.run import PrivateRun
 from lightning_dp.sampling.blocks import AbstractBlockSampling
 from lightning_dp.strategies.strategy import DifferentialPrivacyStrategy, install
 
-__all__ = ["AuditReport", "audit"]
-
 _MOST_SCALE = 1e2  # more noise than this many times what is claimed: nothing was learned
 _GUESSES = ((0.02, 0.0), (0.1, 0.0), (0.1, 0.1), (0.5, 0.5))  # parts of m: called in, called out
 

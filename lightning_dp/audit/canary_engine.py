@@ -21,8 +21,6 @@ from lightning_dp.gradients import AbstractGradientEngine
 from lightning_dp.gradients.base import AbstractPerSampleGradients, Around, Forward
 from lightning_dp.gradients.batches import SampleBatch
 
-__all__ = ["Canaries", "CanaryData", "CanaryEngine", "CanaryEstimator"]
-
 _STRENGTH = 10.0  # the norm of a canary's gradient, in clip norms: without clipping it shows
 
 

@@ -21,8 +21,6 @@ from lightning_dp.plan.suggestion import ENOUGH, LEAST_STEPS, best_plan, setting
 from lightning_dp.plan.training_plan import Optimizer as Kind
 from lightning_dp.plan.training_plan import TrainingPlan, learning_rate, rounded, weight_size
 
-__all__ = ["OptimizerSetting", "Setting", "after", "before", "facts", "optimizer_setting"]
-
 _ADAM = (
     *(optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
     *(optim.RMSprop, optim.Adagrad, optim.Adadelta),

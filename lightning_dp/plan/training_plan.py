@@ -43,8 +43,6 @@ from lightning_dp.accounting.events import sampled_gaussian
 from lightning_dp.accounting.gdp import mu_of_budget
 from lightning_dp.accounting.pld import PLDAccountant
 
-__all__ = ["Optimizer", "TrainingPlan", "learning_rate", "plan_training", "rounded", "weight_size"]
-
 Optimizer = Literal["adam", "sgd"]
 
 

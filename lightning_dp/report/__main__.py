@@ -30,8 +30,6 @@ from lightning_dp.report.files import (
 )
 from lightning_dp.search import STATE, search_text
 
-__all__ = ["main", "pages"]
-
 _DESCRIPTION = """\
 Print the privacy report of a run and check that what was written about it agrees: epsilon is
 computed again from the charged events, and the journal must hold every charge that a checkpoint or

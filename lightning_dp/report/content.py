@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-__all__ = ["READERS", "Page", "PrivacyReport", "Reader", "Total", "charged", "plain", "render"]
-
 Reader: TypeAlias = Literal["people", "engineers"]
 """The readers of a part of a page, page one or the annex."""
 

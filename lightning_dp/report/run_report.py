@@ -35,8 +35,6 @@ from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import FixedOrder
 from lightning_dp.sampling.units import is_by_user, is_named
 
-__all__ = ["EarlierTraining", "at_end", "fingerprints", "report_of_run", "some_of"]
-
 _NOT_COVERED = (
     "figures written down about the training data (such as train_loss), and decisions that follow them",
     "tests on other private data (validation), and choices made by looking at their results",

@@ -26,16 +26,6 @@ from lightning_dp._noise import random_generator
 from lightning_dp.sampling.schemes import AbstractSampling, BatchPlan
 from lightning_dp.sampling.units import RowsOfUnits
 
-__all__ = [
-    "Chunk",
-    "ChunkSampler",
-    "PrivateDataLoader",
-    "TensorsAtOnce",
-    "collates_as_torch",
-    "read_at_once",
-]
-
-
 _Positions: TypeAlias = NDArray[np.int64]
 
 

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, TensorDataset
 
-__all__ = ["Repeat", "find_repeat"]
-
 Integers: TypeAlias = NDArray[np.int64]
 
 

@@ -15,8 +15,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_dp._refusals import RefusedRun
 
-__all__ = ["Stream", "by_place", "in_workers"]
-
 _KEPT = 4096  # records that were read last, at most: they may be looked at again
 _END = object()
 _MORE = (

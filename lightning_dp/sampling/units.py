@@ -17,8 +17,6 @@ from torch.utils.data import ConcatDataset, Subset
 from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import normalise, whole
 
-__all__ = ["RowsOfUnits", "UserLevel", "is_by_user", "is_named", "name_by_user"]
-
 Integers = NDArray[np.int64]
 
 # What a journal calls the data set of a run by user: its ε does not add up with one of records.
