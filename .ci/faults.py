@@ -197,7 +197,11 @@ FAULTS = (
         '"past": [*getattr(self.noise, "_past", ())],',
         "mechanism",
     ),
-    Fault("fixed_order_as_add_remove", 'if relation != "add_remove"', "or True"),
+    Fault(
+        "fixed_order_as_add_remove",
+        'no_bound: ClassVar[Mapping[str, str]] = {\n        "add_remove',
+        "?",
+    ),
     Fault("written_weights_pass", "(places := before.written()", "[:0]"),
     Fault("steps_left_out_pass", "is_fault = self._usual is not None", "and False"),
     Fault(

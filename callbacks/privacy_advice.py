@@ -10,8 +10,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.hooks import PrivacyCallback
 
-__all__ = ["PrivacyAdvice"]
-
 
 class PrivacyAdvice(PrivacyCallback):
     """Prints advice about noise and batches, before the first step and after the last.

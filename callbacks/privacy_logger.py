@@ -20,8 +20,6 @@ from lightning_dp.accounting.base import epsilon_text, float32_above
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.hooks import PrivacyCallback
 
-__all__ = ["EPSILON", "NOISE_MULTIPLIER", "PrivacyLogger", "hyperparameters"]
-
 EPSILON = "privacy/epsilon"
 NOISE_MULTIPLIER = "privacy/noise_multiplier"
 
@@ -78,13 +76,7 @@ class PrivacyLogger(PrivacyCallback):
         self._publish(trainer, run, final=True)
 
     def _publish(self, trainer: Trainer, run: PrivateRun, *, final: bool = False) -> None:
-        """Bring the metrics up to date, and write them to the loggers at a step to log.
-
-        Args:
-            trainer: whose metrics and loggers are written.
-            run: whose ε.
-            final: training has come to its end or to a stop.
-        """
+        """Bring the metrics up to date, and write them to the loggers at a step to log, or a stop."""
         every = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]
         epsilon = float32_above(run.epsilon if final else self._curve.read(run, every))
         current = epsilon, run.noise_multiplier or 0.0
@@ -200,12 +192,7 @@ class _Curve:
         self._latest = math.nan
 
     def read(self, run: PrivateRun, every: int) -> float:
-        """Return ε now, or at the next node.
-
-        Args:
-            run: its plan has been declared.
-            every: the interval of steps to log.
-        """
+        """Return ε now, or at the next node; ``every`` is the interval of steps to log."""
         before, node = self._around
         if before < self._ahead(run) <= node:  # as at most steps
             return self._latest

@@ -16,8 +16,6 @@ from lightning_dp.strategies.hooks import PrivacyCallback
 if TYPE_CHECKING:
     from lightning_dp.report import PrivacyReport
 
-__all__ = ["PrivacyReportFiles"]
-
 
 class PrivacyReportFiles(PrivacyCallback):
     """Writes the report where people look for it.

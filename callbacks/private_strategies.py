@@ -17,8 +17,6 @@ from lightning_dp.config import PrivacyConfig
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.strategy import DifferentialPrivacyStrategy
 
-__all__ = ["PrivateDDPStrategy", "PrivateSingleDeviceStrategy"]
-
 
 class PrivateSingleDeviceStrategy(DifferentialPrivacyStrategy, SingleDeviceStrategy):
     """Private training on one device.

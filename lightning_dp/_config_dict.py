@@ -17,8 +17,6 @@ from typing import Any, SupportsFloat, TypeAlias, cast
 
 from lightning_dp._refusals import RefusedSetting
 
-__all__ = ["Data", "check_same", "config_dict", "refuse_unknown"]
-
 Data: TypeAlias = Any  # None, bool, int, float, str, and lists and dicts of them
 
 _CLASS = "class"
@@ -108,9 +106,6 @@ def check_same(
         before: of the checkpoint, described.
         now: the present one, by the names of its arguments.
         default: tells the value of an argument that the checkpoint does not have.
-
-    Raises:
-        ValueError: naming the argument, with both values; or a field that nobody here knows.
     """
     refuse_unknown("its configuration", before, set(now))
     for name, value in now.items():
@@ -164,11 +159,7 @@ def _is_equal(was: Data, now: Data) -> bool:
 
 
 def refuse_unknown(of: str, was: Mapping[str, Data], known: Set[str]) -> None:
-    """Refuse an unknown field of a checkpoint: it may change what was spent.
-
-    Raises:
-        ValueError: naming the field and the version that can read it.
-    """
+    """Refuse an unknown field of a checkpoint: it may change what was spent."""
     if unknown := sorted(set(was) - known):
         raise RefusedSetting(
             f"The checkpoint has {unknown[0]}={_text(was[unknown[0]])} in {of}, a field that "

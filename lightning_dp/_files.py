@@ -12,18 +12,6 @@ from typing import BinaryIO
 
 from lightning_dp._refusals import RefusedSetting
 
-__all__ = [
-    "FILE_MODE",
-    "create_file",
-    "file_of_checkpoint",
-    "fixed_folder",
-    "local_folder",
-    "make_folder",
-    "replaced",
-    "sync_folder",
-]
-
-
 FILE_MODE = 0o600  # only the owner can read, whatever the umask says
 _FOLDER_MODE = 0o700
 _NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0)

@@ -6,8 +6,6 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-__all__ = ["names_from"]
-
 
 def names_from(package: str, *homes: str, modules: Sequence[str] = ()) -> Callable[[str], object]:
     """Return a ``__getattr__`` that finds the names in ``__all__`` of a package in its modules.

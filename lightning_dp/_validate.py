@@ -13,29 +13,6 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Protocol, SupportsFloat, TypeVar, cast
 
-__all__ = [
-    "Check",
-    "above_0",
-    "between",
-    "explained",
-    "finite",
-    "flag",
-    "instance",
-    "listed",
-    "normalise",
-    "not_negative",
-    "number",
-    "one_line",
-    "one_of",
-    "optional",
-    "positive",
-    "probability",
-    "seed",
-    "shown",
-    "whole",
-    "whole_from_0",
-]
-
 
 class Check(Protocol):
     """Returns the plain value of an argument, or raises ValueError naming it."""

@@ -77,9 +77,6 @@ class Checks:
             ("teacher.*"). What else is written between steps and cannot be compared is not saved;
             the report prints these.
 
-    Raises:
-        TypeError, ValueError: naming the argument and its value.
-
     Example:
         >>> Checks(public_state=["teacher.*"]).public_state
         ('teacher.*',)
@@ -112,10 +109,6 @@ class About:
         controller: who is responsible for the data.
         trained_by: who made the training, if that is somebody else.
 
-    Raises:
-        ValueError: if a text is empty or has several lines.
-        TypeError: if one is not a string.
-
     Example:
         >>> About(data_set="MNIST, training part", record="one picture of a digit").to_dict()
         {'data_set': 'MNIST, training part', 'record': 'one picture of a digit'}
@@ -146,9 +139,6 @@ class PrivacyConfig:
 
     The arguments are those of :class:`lightning_dp.DifferentialPrivacy`, which explains them.
 
-    Raises:
-        ValueError: naming the argument and its value.
-
     Example:
         >>> PrivacyConfig(target_epsilon=3.0, target_delta=1e-5).resolved_estimator()
         MeanGradient(max_grad_norm=1.0)
@@ -178,45 +168,28 @@ class PrivacyConfig:
     about: About | None = None
     secure_noise: bool = False
     seed: int | None = None
-    isolation_probe: InitVar[bool | None] = None
+    isolation_probe: InitVar[bool | None] = None  # this and the next four as _EARLIER says
     loss_graph_check: InitVar[bool | None] = None
     spot_checks: InitVar[bool | None] = None
     gradient_edits: InitVar[str | None] = None
     public_state: InitVar[Sequence[str] | None] = None
 
-    def __post_init__(
-        self,
-        isolation_probe: bool | None,
-        loss_graph_check: bool | None,
-        spot_checks: bool | None,
-        gradient_edits: str | None,
-        public_state: Sequence[str] | None,
-    ) -> None:
-        self._take_earlier_names(
-            dry_run=("isolation_probe", isolation_probe),
-            loss_graph=("loss_graph_check", loss_graph_check),
-            comparisons=("spot_checks", spot_checks),
-            gradient_edits=("gradient_edits", gradient_edits),
-            public_state=("public_state", public_state),
-        )
+    def __post_init__(self, *earlier: Any) -> None:
+        self._take_earlier_names(dict(zip(_EARLIER, earlier, strict=True)))
         self._check_types()
-        self._check_budget()
-        self._check_choices()
         self._check_schedule()
-        self._check_gradient()
-        self._check_clip_norm()
+        self._check_estimator()
         self._check_block()
-        self._check_truncated()
-        self._check_relation()
+        self._check_sampling()
         for release in self.other_releases:
             release.costs(self.relation)  # refuses one that says nothing about the relation
 
-    def _take_earlier_names(self, **given: tuple[str, object]) -> None:
+    def _take_earlier_names(self, given: dict[str, Any]) -> None:
         """Move arguments of 0.2.0 into ``checks``, with a warning; they go with the next version."""
-        moved: dict[str, Any] = {n: value for n, (_, value) in given.items() if value is not None}
+        moved = {_EARLIER[name]: value for name, value in given.items() if value is not None}
         if not moved:
             return
-        earlier = ", ".join(given[name][0] for name in moved)
+        earlier = ", ".join(name for name, value in given.items() if value is not None)
         now = f"checks=Checks({', '.join(f'{name}={value!r}' for name, value in moved.items())})"
         if self.checks != Checks():
             raise ValueError(f"{earlier} and checks={self.checks} are both given: write {now}.")
@@ -254,15 +227,11 @@ class PrivacyConfig:
         normalise(self, optional(_folder), "ledger_dir")
         normalise(self, _postprocessors, "postprocessing")
         normalise(self, _releases, "other_releases")
-
-    def _check_budget(self) -> None:
         if self.target_epsilon is None and self.noise_multiplier is None:
             raise ValueError(
                 "Neither target_epsilon nor noise_multiplier is given: give the budget "
                 "(target_epsilon), or the noise (noise_multiplier)."
             )
-
-    def _check_choices(self) -> None:
         for name, kind in _KINDS.items():
             instance(name, getattr(self, name), kind)
         estimator: type = AbstractEstimator
@@ -287,51 +256,78 @@ class PrivacyConfig:
                 f"noise_schedule={self.noise_schedule} chooses the noise at run time, so ε is only "
                 "bounded by a budget: give target_epsilon."
             )
-        if self.is_adaptive and self.accountant.is_its_own_guard:
+        if not self.accountant.is_its_own_guard:
+            return
+        if self.is_adaptive:
             raise ValueError(
                 f"noise_schedule={self.noise_schedule} chooses the noise at run time, and a trial of a "
                 "search declares it in advance. Use a schedule that is fixed in advance."
             )
-        if self.other_releases and self.accountant.is_its_own_guard:
+        if self.other_releases:
             raise ValueError(
                 f"other_releases={self.other_releases} in a trial of a search, where each trial would "
                 "take their δ from the same budget. Give them to Search(spent=[(release, 1), ...])."
             )
+        if not self.sampling.has_pairs:
+            raise RefusedSetting(
+                f"sampling={self.sampling} in a trial of a search, whose share of the budget is declared "
+                "in Poisson steps. Use sampling=Poisson() there.",
+                topic="batch-limit",
+            )
 
-    def _check_gradient(self) -> None:
-        """Refuse post-processing and schedules of released gradients, if none are released."""
-        estimator = self.resolved_estimator()
-        if estimator.traits.estimates_gradient:
-            return
-        if self.postprocessing:
+    def _check_estimator(self) -> None:
+        """Refuse what acts on gradients, norms or counts where the estimator releases none."""
+        estimator, rule, norm = self.resolved_estimator(), self.clipping, self.max_grad_norm
+        traits = estimator.traits
+        is_finite, is_one = math.inf not in traits.clip_norms, traits.queries_per_step == 1
+        if self.postprocessing and not traits.estimates_gradient:
             raise ValueError(
                 f"postprocessing={self.postprocessing} acts on private gradients, and {estimator} "
                 "makes its own step. Leave it out."
             )
-        if self.noise_schedule.chosen != "in advance":
+        if self.noise_schedule.chosen != "in advance" and not traits.estimates_gradient:
             raise ValueError(
                 f"noise_schedule={self.noise_schedule} looks at private gradients, and {estimator} "
                 "releases none. Use a schedule that is fixed in advance."
             )
-
-    def _check_truncated(self) -> None:
-        """Refuse what batches with a limit cannot go with."""
-        sampling = self.sampling
-        if not sampling.has_pairs and self.accountant.is_its_own_guard:
-            raise RefusedSetting(
-                f"sampling={sampling} in a trial of a search, whose share of the budget is declared in "
-                "Poisson steps. Use sampling=Poisson() there.",
-                topic="batch-limit",
+        if self.count_clipped and not isinstance(rule, Flat | AdaptiveQuantile):
+            raise ValueError(
+                f"count_clipped=True counts gradients above one clip norm, and clipping={rule} has none. "
+                "Leave one of them out."
             )
-        if not isinstance(sampling, TruncatedPoisson):
-            return
-        traits = self.resolved_estimator().traits
-        if not (isinstance(self.noise_schedule, Constant) and traits.period == 1):
-            raise RefusedSetting(
-                f"sampling={sampling} needs the same noise and rate at every step, and noise_schedule="
-                f"{self.noise_schedule} with {self.resolved_estimator()} changes them. Use Constant() "
-                "and MeanGradient, or sampling=Poisson().",
-                topic="batch-limit",
+        if self.count_clipped and not (traits.estimates_gradient and is_finite and is_one):
+            raise ValueError(
+                f"count_clipped=True counts records whose gradient is clipped, and {estimator} clips "
+                "none. Leave it out."
+            )
+        if not isinstance(rule, Flat) and not (traits.asks_one_gradient and is_one):
+            raise ValueError(
+                f"clipping={rule} bounds plain gradients, and {estimator} has other bounds. Leave "
+                "clipping out, or the estimator."
+            )
+        if isinstance(rule, PerGroup) and (norm or self.estimator) is not None:
+            raise ValueError(
+                f"clipping={rule} has the clip norms of its groups. Leave out max_grad_norm and "
+                "estimator."
+            )
+        if not (is_finite or isinstance(rule, Flat)):
+            raise ValueError(f"clipping={rule} needs a finite max_grad_norm.")
+        if isinstance(rule, AdaptiveQuantile) and not all(
+            rule.least <= each <= rule.most for each in traits.clip_norms
+        ):
+            raise ValueError(
+                f"max_grad_norm={traits.clip_norms[0]} is where clipping={rule} begins, and must be "
+                "from its least to its most."
+            )
+        if norm is not None and self.estimator is not None:
+            raise ValueError(
+                f"max_grad_norm={norm} is given as well as estimator={self.estimator}, "
+                "which has its own clip norms: give it in one place."
+            )
+        if not is_finite and self.noise_multiplier != 0:
+            raise ValueError(
+                "max_grad_norm=inf bounds nothing and is allowed only with noise_multiplier=0 "
+                f"(no privacy); here noise_multiplier={self.noise_multiplier}."
             )
 
     def _check_block(self) -> None:
@@ -351,11 +347,8 @@ class PrivacyConfig:
             return
         together = f"noise={noise} with sampling={sampling}"
         # The rows of another user may stand elsewhere, and others would move to other steps.
-        if (
-            self.unit is not None
-            and isinstance(sampling, FixedOrder)
-            and self.relation == "replace_one"
-        ):
+        in_order = isinstance(sampling, FixedOrder) and self.relation == "replace_one"
+        if in_order and self.unit is not None:
             raise RefusedSetting(
                 f"{together} and unit=UserLevel(...): the order of the users follows from their rows, so "
                 "relation='replace_one' has no bound. Ask for relation='zero_out'.",
@@ -367,12 +360,13 @@ class PrivacyConfig:
                 f"{self.noise_schedule} changes it. Use Constant().",
                 topic="correlated-noise",
             )
-        traits = self.resolved_estimator().traits
+        estimator = self.resolved_estimator()
+        traits = estimator.traits
         is_plain = traits.period == traits.queries_per_step == len(traits.clip_norms) == 1
         if not (is_plain and traits.asks_one_gradient and traits.longest_silence == 0):
             raise RefusedSetting(
-                f"{together} needs one query of one clip norm at every step, and "
-                f"{self.resolved_estimator()} asks otherwise. Use max_grad_norm alone (MeanGradient).",
+                f"{together} needs one query of one clip norm at every step, and {estimator} asks "
+                "otherwise. Use max_grad_norm alone (MeanGradient).",
                 topic="correlated-noise",
             )
         if not self.clipping.is_constant:
@@ -388,70 +382,22 @@ class PrivacyConfig:
                 topic="correlated-noise",
             )
 
-    def _check_relation(self) -> None:
-        """Refuse a relation under which the event of a step, or of a charge, has no bound."""
-        sampling = self.sampling
+    def _check_sampling(self) -> None:
+        """Refuse a limit where steps differ, and a relation under which an event has no bound."""
+        sampling, estimator = self.sampling, self.resolved_estimator()
+        is_alike = isinstance(self.noise_schedule, Constant) and estimator.traits.period == 1
+        if isinstance(sampling, TruncatedPoisson) and not is_alike:
+            raise RefusedSetting(
+                f"sampling={sampling} needs the same noise and rate at every step, and noise_schedule="
+                f"{self.noise_schedule} with {estimator} changes them. Use Constant() and MeanGradient, "
+                "or sampling=Poisson().",
+                topic="batch-limit",
+            )
         if sampling.has_pairs and not isinstance(sampling, AbstractBlockSampling):
             return
         event = sampling.among(BatchPlan(1, 1.0, 1, 1), 1).event(1.0, 1.0)  # of any numbers
-        if (reason := event.unbounded(self.relation)) is not None:
+        if (reason := event.no_bound.get(self.relation)) is not None:
             raise RefusedSetting(f"sampling={sampling}: {reason}", topic="fixed-order")
-
-    def _check_clip_norm(self) -> None:
-        self._check_count()
-        self._check_clipping()
-        if self.max_grad_norm is not None and self.estimator is not None:
-            raise ValueError(
-                f"max_grad_norm={self.max_grad_norm} is given as well as estimator={self.estimator}, "
-                "which has its own clip norms: give it in one place."
-            )
-        clip_norms = self.resolved_estimator().traits.clip_norms
-        if any(math.isinf(clip_norm) for clip_norm in clip_norms) and self.noise_multiplier != 0:
-            raise ValueError(
-                "max_grad_norm=inf bounds nothing and is allowed only with noise_multiplier=0 "
-                f"(no privacy); here noise_multiplier={self.noise_multiplier}."
-            )
-
-    def _check_clipping(self) -> None:
-        """Refuse a rule where its clip norms are not those of plain gradients."""
-        rule, traits = self.clipping, self.resolved_estimator().traits
-        if isinstance(rule, Flat):
-            return
-        if not (traits.asks_one_gradient and traits.queries_per_step == 1):
-            raise ValueError(
-                f"clipping={rule} bounds plain gradients, and {self.resolved_estimator()} has other "
-                "bounds. Leave clipping out, or the estimator."
-            )
-        if isinstance(rule, PerGroup) and (self.max_grad_norm or self.estimator) is not None:
-            raise ValueError(
-                f"clipping={rule} has the clip norms of its groups. Leave out max_grad_norm and "
-                "estimator."
-            )
-        if math.inf in traits.clip_norms:
-            raise ValueError(f"clipping={rule} needs a finite max_grad_norm.")
-        if isinstance(rule, AdaptiveQuantile) and not all(
-            rule.least <= norm <= rule.most for norm in traits.clip_norms
-        ):
-            raise ValueError(
-                f"max_grad_norm={traits.clip_norms[0]} is where clipping={rule} begins, and must be "
-                "from its least to its most."
-            )
-
-    def _check_count(self) -> None:
-        """Refuse to count clipped records where no gradient is clipped at a fixed norm."""
-        traits = self.resolved_estimator().traits
-        is_clipped = traits.estimates_gradient and math.inf not in traits.clip_norms
-        if self.count_clipped and not isinstance(self.clipping, Flat | AdaptiveQuantile):
-            raise ValueError(
-                f"count_clipped=True counts gradients above one clip norm, and "
-                f"clipping={self.clipping} has none. Leave one of them out."
-            )
-        if not self.count_clipped or (is_clipped and traits.queries_per_step == 1):
-            return
-        raise ValueError(
-            f"count_clipped=True counts records whose gradient is clipped, and "
-            f"{self.resolved_estimator()} clips none. Leave it out."
-        )
 
     @property
     def counts_clipped(self) -> bool:
@@ -529,9 +475,6 @@ class PrivacyConfig:
         """Refuse to continue a run whose :meth:`fingerprint` is another one.
 
         What the fingerprint does not have, it had by default.
-
-        Raises:
-            ValueError: naming the argument, with both values.
         """
         default = PrivacyConfig(target_delta=self.target_delta, noise_multiplier=0.0)._identity()
         check_same(fingerprint, self._identity(), default.__getitem__)
@@ -539,9 +482,6 @@ class PrivacyConfig:
 
 def check_engine_name(name: str, value: object, *, of: str | None = None) -> str:
     """Return the name of an engine.
-
-    Raises:
-        ValueError: for one that is not known, or not any more.
 
     Example:
         >>> check_engine_name("engine", "ghost")
@@ -603,4 +543,11 @@ _KINDS: dict[str, type] = {
     "noise": AbstractNoise,
     "accountant": AbstractAccountant,
     "checks": Checks,
+}
+_EARLIER = {
+    "isolation_probe": "dry_run",
+    "loss_graph_check": "loss_graph",
+    "spot_checks": "comparisons",
+    "gradient_edits": "gradient_edits",
+    "public_state": "public_state",
 }

@@ -30,7 +30,6 @@ __all__ = [
     "losses_of_records",
     "number_of_entries",
     "parts_of",
-    "per_sample_norms",
     "random_k",
     "real",
     "shared_mask",
@@ -44,12 +43,7 @@ __all__ = [
 
 @functools.cache
 def has_float64(kind: str) -> bool:
-    """Return whether a kind of device computes in float64: Apple's does not.
-
-    Example:
-        >>> has_float64("cpu")
-        True
-    """
+    """Return whether a kind of device computes in float64: Apple's does not."""
     try:
         torch.ones(1, dtype=torch.float64, device=kind)
     except (TypeError, RuntimeError, NotImplementedError):
@@ -161,24 +155,6 @@ _ENTRIES_ON_DEVICE = 1 << 24  # where each call costs more than its work
 # So a norm has a floor, far above whatever some operation rounds to zero, and it is infinite where
 # scaling the other factor down to it would leave too few digits.
 _LEAST_FACTOR, _LARGEST_FACTOR = 1e-35, 1e33
-
-
-def per_sample_norms(gradients: Sequence[Tensor]) -> Tensor:
-    r"""Return each record's norm over all parameters, :math:`\sqrt{\sum_p \|g_{i,p}\|^2}` (L2).
-
-    Args:
-        gradients: one tensor per parameter, each of shape ``(n, *parameter shape)``, n records.
-
-    Returns:
-        tensor of shape (n,), float64 where the device has that; non-finite where a record's gradient
-        is.
-
-    Example:
-        >>> per_sample_norms([torch.tensor([[3.0], [0.0]]), torch.tensor([[4.0], [2.0]])])
-        tensor([5., 2.], dtype=torch.float64)
-    """
-    squares = [squared_row_norms(gradient) for gradient in gradients]
-    return where_used(torch.stack(squares).sum(0).sqrt_(), gradients[0].device)
 
 
 def length(vector: Tensor, params: Sequence[Tensor] = ()) -> Tensor:
@@ -378,22 +354,12 @@ def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:
 
 
 def real(tensor: Tensor) -> Tensor:
-    """Return the same entries as real numbers: of a complex tensor, shape (..., 2), both parts of each.
-
-    Example:
-        >>> real(torch.tensor([3 + 4j])).tolist()
-        [[3.0, 4.0]]
-    """
+    """Return the same entries as real numbers: of a complex tensor, shape (..., 2), both parts."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def number_of_entries(tensors: Sequence[Tensor]) -> int:
-    """Return d, the number of real entries of all tensors.
-
-    Example:
-        >>> number_of_entries([torch.zeros(2, 2), torch.zeros(3, dtype=torch.complex64)])
-        10
-    """
+    """Return d, the number of real entries of all tensors."""
     return sum(_entries(tensors))
 
 
@@ -407,22 +373,12 @@ def is_finite(vector: Tensor) -> bool:
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Return all entries, in order, as one flat vector of real numbers.
-
-    Example:
-        >>> flatten([torch.zeros(2, 2), torch.ones(1)])
-        tensor([0., 0., 0., 0., 1.])
-    """
+    """Return all entries, in order, as one flat vector of real numbers."""
     return torch.cat([real(tensor.detach()).reshape(-1) for tensor in tensors])
 
 
 def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Undo :func:`flatten`: views of ``vector`` (copies if complex), of each tensor's shape and dtype.
-
-    Example:
-        >>> [part.shape for part in unflatten(torch.zeros(5), [torch.zeros(2, 2), torch.ones(1)])]
-        [torch.Size([2, 2]), torch.Size([1])]
-    """
+    """Undo :func:`flatten`: views of ``vector`` (copies if complex), of each tensor's shape and dtype."""
     return [_as(part, t) for part, t in zip(parts_of(vector, like), like, strict=True)]
 
 
@@ -450,12 +406,7 @@ def brought_to(state: Any, device: torch.device) -> Any:
 
 
 def flat_zeros(like: Sequence[Tensor], size: int | None = None) -> Tensor:
-    """Return a flat vector of zeros where the tensors are, in at least float32.
-
-    Args:
-        like: the tensors.
-        size: its length; by default that of all of them together.
-    """
+    """Return a flat vector of zeros where the tensors are, of their length, in at least float32."""
     size = number_of_entries(like) if size is None else size
     return torch.zeros(size, dtype=flat_dtype(like), device=like[0].device)
 
@@ -499,10 +450,6 @@ def laplacian_smoothing(v: Tensor, sigma: float) -> Tensor:
 
     Returns:
         u, of the shape, type and device of ``v``.
-
-    Raises:
-        ValueError: if ``sigma`` is negative or not finite, or ``v`` has no dimension.
-        TypeError: if ``v`` does not hold real floating-point numbers.
 
     Example:
         >>> laplacian_smoothing(torch.tensor([0.0, 5.0, 0.0, 0.0]), sigma=1.0)
@@ -610,9 +557,6 @@ def shared_mask(seed: int, round_: int, size: int, keep: int) -> Tensor:
         size: d, the number of coordinates.
         keep: k, 1 <= k <= d.
 
-    Raises:
-        ValueError: naming the argument that is out of its range.
-
     Example:
         >>> shared_mask(seed=7, round_=0, size=10, keep=3)
         tensor([1, 4, 8])
@@ -652,9 +596,6 @@ class SparseVector:
         values: float32 or float64, at the coordinates in increasing order.
         size: d, the length of the vector.
         seed, round_: as in :func:`shared_mask`.
-
-    Raises:
-        ValueError: naming the argument that is out of its range.
 
     Example:
         >>> sent = random_k(torch.ones(1000), keep=100, seed=7, round_=0)
@@ -705,9 +646,6 @@ def random_k(u: Tensor, keep: int, seed: int, round_: int) -> SparseVector:
         u: flat, float32 or float64, of length d.
         keep: k, 1 <= k <= d; k = d sends u itself.
         seed, round_: as in :func:`shared_mask`.
-
-    Raises:
-        ValueError: naming the argument that is out of its range.
 
     Definition 3 of the paper that :class:`~lightning_dp.CubicNewton` names.
 
@@ -766,9 +704,6 @@ def losses_of_records(
 
     Returns:
         Shape (n,).
-
-    Raises:
-        ValueError: if the shapes do not go together, or ``tokens_per_record`` is not above 0.
 
     Example:
         >>> logits = torch.zeros(3, 4, 5)

@@ -50,9 +50,6 @@ class DPAdamW(AdamW):
             :math:`\sqrt{2 (1 - β_2) / (1 + β_2)}` of :math:`\hat φ`, 3 % for β_2 = 0.999: a smaller floor
             lets entries without a gradient take steps :math:`1/\sqrt f` times as long.
 
-    Raises:
-        ValueError: if ``floor`` is outside of its range, or a parameter is complex.
-
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
         >>> optimizer = DPAdamW([weight], lr=0.1)

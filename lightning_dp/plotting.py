@@ -95,13 +95,7 @@ def plot_charges(
 ) -> Axes:
     """Draw the picture of :meth:`lightning_dp.report.PrivacyReport.plot`.
 
-    Args:
-        runs: the charges of each run, in the order of time.
-        delta, relation, accountant: of ε.
-        budget: the target ε, for a line.
-        claim: ε from the first step on, where it is not that of the charges.
-        title: of the picture.
-        ax, metrics: of the method.
+    ``claim`` is ε from the first step on, where it is not that of the charges; ``budget`` is a line.
     """
     if metrics and ax is not None:
         raise ValueError("metrics get a separate panel: leave out ax, or draw them yourself.")
@@ -141,9 +135,6 @@ def plot_federation(attendance: Sequence[tuple[int, int, bool, float]], *, names
     Returns:
         the axes of ε; those of the clients are the last of its figure's.
 
-    Raises:
-        ImportError: without matplotlib.
-
     Example:
         >>> ax = plot_federation([(0, 0, True, 0.5), (0, 1, False, math.nan), (1, 0, True, 0.7)])
         >>> [line.get_label() for line in ax.lines]
@@ -178,14 +169,7 @@ def plot_federation(attendance: Sequence[tuple[int, int, bool, float]], *, names
 
 
 def svg(draw: Callable[[], Axes]) -> bytes:
-    """Return what a function draws in a new figure as SVG: the same bytes each time, and no date.
-
-    Args:
-        draw: returns axes of the figure, which is closed.
-
-    Raises:
-        ImportError: without matplotlib.
-    """
+    """Return what a function draws in a new figure as SVG: the same bytes each time, and no date."""
     pyplot = _pyplot("A picture")
     content = io.BytesIO()
     figure = draw().get_figure(root=True)

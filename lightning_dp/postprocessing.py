@@ -62,9 +62,6 @@ class Momentum(AbstractPostProcessor):
     Args:
         beta: β in [0, 1); 0 is the identity.
 
-    Raises:
-        ValueError: if ``beta`` is outside [0, 1).
-
     Example:
         >>> momentum = Momentum(beta=0.9)
         >>> m, state = momentum.apply(momentum.init([torch.zeros(1)]), torch.tensor([1.0]))
@@ -114,9 +111,6 @@ class LaplacianSmoothing(AbstractPostProcessor):
         per_parameter: smooth each parameter's part by itself, as the authors' programs do, instead
             of the whole flat vector (the paper's text), where the last entries of one parameter
             and the first ones of the next are neighbours.
-
-    Raises:
-        ValueError: if ``sigma`` is negative or not finite.
 
     Example:
         >>> smoothing = LaplacianSmoothing(sigma=1.0)
@@ -174,11 +168,7 @@ def postprocessed(
 ) -> tuple[Tensor, list[State]]:
     """Return an estimate as post-processors leave it, one after the other, and their next states.
 
-    Args:
-        processors: in order.
-        states: of each; none before the first step.
-        estimate: flat, of length d.
-        params: the trainable parameters.
+    There are no states before the first step.
     """
     now = states or [processor.init(params) for processor in processors]
     following = []

@@ -128,9 +128,6 @@ class Exponential(AbstractSchedule):
         rate: k per step; positive decays, negative grows. ``math.log(4) / steps`` ends at a
             quarter of the first step's noise.
 
-    Raises:
-        ValueError: if ``rate`` is not finite.
-
     Example:
         >>> round(Exponential(rate=0.01)(100), 4)
         0.3679
@@ -152,9 +149,6 @@ class StepDecay(AbstractSchedule):
     Args:
         every: steps between two changes, at least 1.
         factor: what the noise is multiplied by, greater than 0.
-
-    Raises:
-        ValueError: for values outside these bounds.
 
     Example:
         >>> [StepDecay(every=10, factor=0.5)(t) for t in (0, 9, 10, 25)]
@@ -180,9 +174,6 @@ class Polynomial(AbstractSchedule):
         steps: T >= 1, after which the noise stays at ``end`` times the first step's.
         end: greater than 0; below 1 decays, above 1 grows.
         power: greater than 0; 1 is a straight line, larger decays earlier.
-
-    Raises:
-        ValueError: for values outside these bounds.
 
     Example:
         >>> schedule = Polynomial(steps=10, end=0.5, power=2)
@@ -210,9 +201,6 @@ class Cosine(AbstractSchedule):
     Args:
         steps: T >= 1, after which the noise stays at ``end`` times the first step's.
         end: greater than 0; below 1 decays, above 1 grows.
-
-    Raises:
-        ValueError: for values outside these bounds.
 
     Example:
         >>> schedule = Cosine(steps=10, end=0.5)
@@ -245,9 +233,6 @@ class FromInfluence(AbstractSchedule):
         influence: q_0, ..., q_(T-1), each finite and greater than 0: how much the variance of step
             t's noise adds to the final loss; only ratios matter. **Taken from private data, it is a
             query to them that no ε covers**: use public data, theory, or an earlier release.
-
-    Raises:
-        ValueError: for values outside these bounds; when called for a step >= T.
 
     Example:
         >>> [FromInfluence((1.0, 16.0))(t) for t in (0, 1)]    # noise is halved where it hurts most
@@ -294,9 +279,6 @@ class DynamicGD(AbstractSchedule):
     Args:
         kappa: κ > 1, the condition number. At κ = 1 only the last step's noise counts, and no
             positive schedule is best. An estimate of κ from private data is not covered by any ε.
-
-    Raises:
-        ValueError: if ``kappa`` is not finite and above 1.
 
     Example:
         >>> round(DynamicGD(kappa=10.0)(4), 10)     # γ = 0.9
@@ -356,9 +338,6 @@ class DynamicMomentum(AbstractSchedule):
         beta: β in [0, γ), the weight of the past.
         steps: T >= 1, the length of the run.
 
-    Raises:
-        ValueError: for values outside these bounds.
-
     Example:
         >>> DynamicMomentum(kappa=100.0, eta0=1.0, beta=0.9, steps=500).turning_step
         230
@@ -401,11 +380,7 @@ class DynamicMomentum(AbstractSchedule):
     def recommended_steps(kappa: float, eta0: float, alpha: float) -> int:
         """Return T = ⌈(2κ/η0) ln(1 + η0/(κα))⌉, Theorem 4.6 (there up to a constant factor).
 
-        Args:
-            kappa: κ > 1.
-            eta0: η0 in (0, κ).
-            alpha: α = d G² / (2 R M N² (f(θ_1) - f(θ*))) > 0 (Eq. 2), for d parameters, clip norm
-                G, N records and Σ_t 1/σ_t² = R.
+        ``alpha`` is that of :meth:`DynamicGD.recommended_steps`.
         """
         kappa = condition_number("kappa", kappa, of="DynamicMomentum.recommended_steps")
         eta0 = positive("eta0", eta0, of="DynamicMomentum.recommended_steps")

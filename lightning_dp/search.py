@@ -20,7 +20,6 @@ from lightning_dp.accounting.events import History, check_history
 from lightning_dp.accounting.external import Declared
 from lightning_dp.accounting.pld import EnvelopeAccountant, PLDAccountant
 from lightning_dp.accounting.rdp import OneOrderAccountant, order_of_budget
-from lightning_dp.accounting.steps import CheckedHistory
 
 __all__ = ["Search", "Trial"]
 
@@ -206,8 +205,7 @@ class Search:
 
     def _of_one_order(self) -> tuple[AbstractAccountant, float]:
         """Return the accountant of one order, and ε of a share by it."""
-        declared = Declared.of(CheckedHistory.of(self.spent).external(self.relation), self.relation)
-        left = declared.left_of(self.target_delta)
+        left = Declared.of(self.spent, self.relation).left_of(self.target_delta)
         accountant = OneOrderAccountant(order_of_budget(self.target_epsilon, self.target_delta))
         spent = accountant.divergence(self.spent, self.relation)
         room = self.target_epsilon - spent - (accountant.penalty(left) if left > 0 else 0.0)

@@ -124,21 +124,13 @@ class GridPlan:
 
 @dataclass(frozen=True)
 class GridSearch:
-    """Finds a grid that is fine enough for one of the pairs (P, Q) and, backward, (Q, P).
+    """Finds a grid that is fine enough for one of the pairs (P, Q) and, backward, (Q, P)."""
 
-    Args:
-        rtol: relative accuracy of epsilon with respect to the grid.
-        spacing: relative distance of the noise multipliers between which is interpolated.
-        others: releases that are composed with all steps, and their counts.
-        relation: what neighbouring data sets are.
-        target: the value to read.
-    """
-
-    rtol: float
-    spacing: float
-    others: tuple[tuple[Node, int], ...]
+    rtol: float  # relative accuracy of epsilon with respect to the grid
+    spacing: float  # relative distance of the noise multipliers between which is interpolated
+    others: tuple[tuple[Node, int], ...]  # releases that are composed with all steps
     relation: str
-    target: Target
+    target: Target  # to be read
     backward: bool = False
 
     def worst_direction(self, steps: Steps) -> float:

@@ -99,13 +99,6 @@ class EpsilonCache:
     """The latest few ε of an accountant, by the events of a history in any order.
 
     The ε of a whole plan, of which every step makes another part the past, is computed once.
-
-    Example:
-        >>> from lightning_dp.accounting import Gaussian, PLDAccountant
-        >>> cache = EpsilonCache(PLDAccountant())
-        >>> first = cache.epsilon([(Gaussian(2.0), 3)], delta=1e-5)
-        >>> first == cache.epsilon([(Gaussian(2.0), 1), (Gaussian(2.0), 2)], delta=1e-5)
-        True
     """
 
     def __init__(self, accountant: AbstractAccountant) -> None:

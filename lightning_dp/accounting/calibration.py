@@ -104,7 +104,7 @@ def calibrate_steps(
     Args:
         shapes: the steps at scale 1; :func:`alike` makes those of one kind, however many.
         epsilon, delta, relation, accountant, spent: as there.
-        events: from the scale to the events, where the steps are only like them: to begin with.
+        events: from the scale to the events, where the steps are only like them.
     """
     epsilon, delta = _check_budget(epsilon, delta, relation)
     _check_that_delta_is_small(delta, shapes)
@@ -140,7 +140,7 @@ def _checked(
             f"delta {delta:.3g}: nothing is left for further steps. Raise epsilon.",
             topic="budget-exhausted",
         )
-    if not Declared.of(before.external(relation), relation).left_of(delta) > 0:
+    if not Declared.of(before, relation).left_of(delta) > 0:
         raise RefusedSetting(
             f"spent has releases whose own delta takes all of delta={delta:g}: nothing is left for "
             "further steps. Raise delta.",
@@ -227,23 +227,14 @@ def affordable_steps(
     accountant: AbstractAccountant | None = None,
     spent: History = (),
 ) -> int:
-    """Return the largest number of steps of a plan that fits into a budget.
+    """Return the largest number of steps of a plan, up to a limit, that fits into a budget.
 
-    It is the largest ``n <= limit`` for which the accountant's epsilon at ``delta`` of ``spent``
-    followed by the first ``n`` events of the plan is at most ``epsilon``; 0 if none fits. The number
-    depends on the plan only, so stopping there is a stop fixed in advance.
+    The number depends on the plan only, so stopping there is a stop fixed in advance.
 
     Args:
         plan: one event for all steps, or a function from the step 0, 1, ... to its event.
         limit: at least 0; may be huge, the search doubles.
-        epsilon: the budget, > 0.
-        delta: in (0, 1).
-        relation: ``"add_remove"`` or ``"replace_one"``.
-        accountant: :class:`PLDAccountant` by default.
-        spent: what ran before.
-
-    Raises:
-        ValueError: if an argument is illegal.
+        epsilon, delta, relation, accountant, spent: as for :func:`calibrate`.
 
     Example:
         >>> from lightning_dp.accounting import Gaussian

@@ -9,7 +9,7 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Literal, TypeAlias, get_args
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 from scipy.special import bdtrc
 
@@ -54,6 +54,15 @@ class AbstractEvent(ABC):
     argument, if it is out of range or NaN.
     """
 
+    is_gaussian: ClassVar[bool] = True
+    """True if there is a :attr:`pair`."""
+
+    is_step: ClassVar[bool] = True
+    """True if it is charged for steps of a training."""
+
+    no_bound: ClassVar[Mapping[str, str]] = {}
+    """The reason why there is no bound, for each relation without one."""
+
     def __post_init__(self) -> None:
         for each in fields(self):
             if each.name in _CHECKS:
@@ -68,11 +77,6 @@ class AbstractEvent(ABC):
         """
 
     @property
-    def is_gaussian(self) -> bool:
-        """True if there is a :attr:`pair`."""
-        return True
-
-    @property
     def is_pair(self) -> bool:
         """True if :attr:`pair` is all that it costs; where there is one, else, it is a bound."""
         return self.is_gaussian
@@ -80,11 +84,7 @@ class AbstractEvent(ABC):
     @property
     def num_steps(self) -> int:
         """Noised steps that this one charge covers, those of its field ``steps`` if it has one."""
-        return getattr(self, "steps", 1)
-
-    def unbounded(self, relation: Relation) -> str | None:
-        """Return why there is no bound under a relation; None where there is one."""
-        return None
+        return getattr(self, "steps", int(self.is_step))
 
     @property
     def withdrawn(self) -> str | None:
@@ -107,10 +107,6 @@ History: TypeAlias = Sequence[tuple[AbstractEvent, int]]
 
 def check_history(history: object, name: str = "history") -> list[tuple[AbstractEvent, int]]:
     """Return a legal history, which was given as the argument of that name.
-
-    Raises:
-        TypeError: if it has no entries.
-        ValueError: naming an entry that is no pair of an event and a count of at least 0.
 
     Example:
         >>> check_history([3], "spent")
@@ -268,18 +264,14 @@ class FixedOrderPass(Gaussian):
         1.0
     """
 
-    steps: int = 1
+    no_bound: ClassVar[Mapping[str, str]] = {
+        "add_remove": "FixedOrderPass is about records in a fixed order, where one record more or less "
+        "moves others to other steps: relation='add_remove' has no bound there. Ask for "
+        "relation='zero_out' (one record has no effect, and keeps its place; same ε as add_remove "
+        "has elsewhere), or 'replace_one'."
+    }
 
-    def unbounded(self, relation: Relation) -> str | None:
-        """Return why "add_remove" has no bound."""
-        if relation != "add_remove":
-            return None
-        return (
-            "FixedOrderPass is about records in a fixed order, where one record more or less moves "
-            "others to other steps: relation='add_remove' has no bound there. Ask for "
-            "relation='zero_out' (one record has no effect, and keeps its place; same ε as add_remove "
-            "has elsewhere), or 'replace_one'."
-        )
+    steps: int = 1
 
 
 @dataclass(frozen=True)
@@ -313,6 +305,12 @@ class TruncatedGaussian(AbstractEvent):
         '1.7e-06'
     """
 
+    no_bound: ClassVar[Mapping[str, str]] = {
+        "zero_out": "TruncatedGaussian: a record without effect still takes the place of another where "
+        "the limit is reached, for which relation='zero_out' has no bound. Ask for 'add_remove' or "
+        "'replace_one'."
+    }
+
     noise_multiplier: float
     sample_rate: float
     limit: int
@@ -337,16 +335,6 @@ class TruncatedGaussian(AbstractEvent):
         """False, but where noise is too small to matter."""
         return self.noise_multiplier < _LITTLE_NOISE
 
-    def unbounded(self, relation: Relation) -> str | None:
-        """Return why "zero_out" has no bound."""
-        if relation != "zero_out":
-            return None
-        return (
-            "TruncatedGaussian: a record without effect still takes the place of another where the "
-            "limit is reached, for which relation='zero_out' has no bound. Ask for 'add_remove' or "
-            "'replace_one'."
-        )
-
 
 @dataclass(frozen=True)
 class RandomAllocationEpoch(Gaussian):
@@ -357,7 +345,7 @@ class RandomAllocationEpoch(Gaussian):
     the sums of earlier ones: of coordinate i, each step is a post-processing (Feldman and Shenfeld 2024,
     arXiv:2412.16802). It is charged whole before its first record, and a stop inside is
     paid in full. How its loss is computed, as an upper bound: ``AllocationNode`` of
-    ``lightning_dp.accounting._sampled``.
+    ``lightning_dp.accounting._pmf``.
 
     Under "add_remove" and "zero_out", in which a record has no effect at its step: the same pair.
     :attr:`pair` is that of a full batch, as if it were told which step uses whom; Rényi accounting
@@ -376,6 +364,12 @@ class RandomAllocationEpoch(Gaussian):
         (1.7, 1.83)
     """
 
+    no_bound: ClassVar[Mapping[str, str]] = {
+        "replace_one": "RandomAllocationEpoch: of two records that take each other's place in an "
+        "allocated epoch no bound is known here that uses the secret. Ask for relation='add_remove' or "
+        "'zero_out'."
+    }
+
     batches: int
     steps: int = 1
 
@@ -383,15 +377,6 @@ class RandomAllocationEpoch(Gaussian):
     def is_pair(self) -> bool:
         """False, but where noise is too small to matter."""
         return self.noise_multiplier < _LITTLE_NOISE
-
-    def unbounded(self, relation: Relation) -> str | None:
-        """Return why "replace_one" has no bound."""
-        if relation != "replace_one":
-            return None
-        return (
-            "RandomAllocationEpoch: of two records that take each other's place in an allocated epoch no "
-            "bound is known here that uses the secret. Ask for relation='add_remove' or 'zero_out'."
-        )
 
 
 def sampled_gaussian(noise_multiplier: float, sample_rate: float) -> Gaussian | PoissonGaussian:
@@ -447,22 +432,15 @@ class Voided(AbstractEvent):
 
     Args:
         reason: as in :class:`VoidedRunError`.
-
-    Example:
-        >>> from lightning_dp.accounting import PLDAccountant
-        >>> PLDAccountant().epsilon([(Voided("a chunk had no answer."), 1)], delta=1e-5)
-        inf
     """
+
+    is_step: ClassVar[bool] = False
 
     reason: str
 
     @property
     def pair(self) -> tuple[float, float]:
         return 0.0, 1.0
-
-    @property
-    def num_steps(self) -> int:
-        return 0
 
     @property
     def withdrawn(self) -> str | None:
@@ -475,6 +453,9 @@ class AbstractExternal(AbstractEvent):
 
     What is declared is taken at its word, and reports say so.
     """
+
+    is_gaussian: ClassVar[bool] = False
+    is_step: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -493,14 +474,6 @@ class AbstractExternal(AbstractEvent):
 
         Raises ValueError if the guarantee says nothing about that relation.
         """
-
-    @property
-    def is_gaussian(self) -> bool:
-        return False
-
-    @property
-    def num_steps(self) -> int:
-        return 0
 
     @property
     def pair(self) -> tuple[float, float]:
@@ -647,13 +620,7 @@ _KNOWN: dict[str, type[AbstractEvent]] = {
 
 
 def event_from_dict(d: Mapping[str, object]) -> AbstractEvent:
-    """Rebuild an event from :meth:`AbstractEvent.to_dict`, exactly.
-
-    Args:
-        d: the dictionary, e.g. as read back from JSON. A field with a default may be absent.
-
-    Returns:
-        An event equal to the one that wrote ``d``.
+    """Rebuild an event from :meth:`AbstractEvent.to_dict`; a field with a default may be absent.
 
     Raises:
         ValueError: if the event or a field is unknown, a field is missing, or a value is illegal;

@@ -1,20 +1,17 @@
-"""Declared guarantees: their composition, Rényi divergences and pessimistic loss distributions."""
+"""Declared guarantees: their composition, and pessimistic loss distributions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import expit
 
-from lightning_dp.accounting._pmf import LossPmf, Node
-from lightning_dp.accounting._sampled import SampledNode, node_of
-from lightning_dp.accounting.events import AbstractEvent, AbstractExternal, Relation
-from lightning_dp.accounting.steps import FloatArray
+from lightning_dp.accounting._pmf import LossPmf, Node, SampledNode, node_of
+from lightning_dp.accounting.events import AbstractExternal, History, Relation
+from lightning_dp.accounting.steps import CheckedHistory, FloatArray
 
 _UNIT = 2.0**-52
 _POINTS = 1024  # of the profile of a zCDP release, on each side
@@ -30,28 +27,16 @@ class Declared:
     Composition Theorem for Differential Privacy", arXiv 1311.0776). So all of them together
     tell all with probability ``lost = 1 - prod_i (1 - δ_i)``, and else are pure:
     ``delta(e) = lost + (1 - lost) delta_pure(e)``, exactly.
-
-    Args:
-        pure: ε of each distinct question, and how often it is asked.
-        log_intact: ``sum_i log(1 - δ_i)``.
-        rho: of all zCDP releases.
-        sampled: releases that are no pair, and their counts.
-
-    Example:
-        >>> from lightning_dp.accounting import ApproximateDP
-        >>> two = ApproximateDP(0.5, 1e-6, "add_remove", "two tables")
-        >>> Declared.of([(two, 2)], "add_remove").lost
-        1.999999e-06
     """
 
-    pure: tuple[tuple[float, int], ...] = ()
-    log_intact: float = 0.0
-    rho: float = 0.0
-    sampled: tuple[tuple[SampledNode, int], ...] = ()
+    pure: tuple[tuple[float, int], ...] = ()  # ε of each distinct question, and its count
+    log_intact: float = 0.0  # sum_i log(1 - δ_i)
+    rho: float = 0.0  # of all zCDP releases
+    sampled: tuple[tuple[SampledNode, int], ...] = ()  # releases that are no pair, with counts
 
     @classmethod
-    def of(cls, history: Iterable[tuple[AbstractEvent, int]], relation: Relation) -> Declared:
-        """Add up guarantees.
+    def of(cls, history: History, relation: Relation) -> Declared:
+        """Add up the guarantees in a history, without its steps.
 
         Raises:
             ValueError: if one of them says nothing about the relation.
@@ -59,9 +44,9 @@ class Declared:
         pure: dict[float, int] = {}
         sampled: dict[SampledNode, int] = {}
         logs, rhos = [], []
-        for event, count in history:
+        for event, count in CheckedHistory.of(history).external(relation):
             if not isinstance(event, AbstractExternal):
-                node = node_of(event, relation)
+                node = node_of(event)
                 sampled[node] = sampled.get(node, 0) + count
                 continue
             epsilon, delta, rho = event.costs(relation)
@@ -112,31 +97,8 @@ class Declared:
         concentrated = [(Concentrated(self.rho), 1)] if self.rho > 0 else []
         return (*questions, *concentrated, *self.sampled)
 
-    def divergence(self, orders: FloatArray) -> FloatArray:
-        """Return the Rényi divergence of all but what is lost, at each order above 1."""
-        total = self.rho * orders
-        for node, count in self.sampled:
-            total = total + count * node.divergence(orders)
-        for epsilon, count in self.pure:
-            total = total + count * _of_a_question(epsilon, orders)
-        return np.asarray(total)
-
 
 NOTHING = Declared()
-
-
-def _of_a_question(epsilon: float, orders: FloatArray) -> FloatArray:
-    """``log(p^a (1-p)^(1-a) + (1-p)^a p^(1-a)) / (a - 1)``, ``p = e^ε / (1 + e^ε)``.
-
-    That of randomized response, which every ε-DP release is a post-processing of.
-    """
-    x = (orders - 1) * epsilon
-    log_p = -math.log1p(math.exp(-epsilon))
-    large = np.logaddexp(x + log_p, -x + log_p - epsilon)
-    # log(cosh x + (2 p - 1) sinh x), without cancellation for small x.
-    y = np.minimum(x, 1.0)
-    small = np.log1p(2 * np.sinh(y / 2) ** 2 + (2 * expit(epsilon) - 1) * np.sinh(y))
-    return np.asarray(np.where(x < 1, small, large) / (orders - 1))
 
 
 class Question(NamedTuple):
@@ -197,7 +159,7 @@ class Concentrated(NamedTuple):
     def pmf(
         self, h: float, log_tail: float, relation: str, backward: bool, limit: float
     ) -> LossPmf:
-        """Return the masses that belong to the minorant at some of the grid points."""
+        """Return the masses of the minorant at some of the grid points."""
         reach = self.support(log_tail, relation)[1]
         stride = max(1, math.ceil(reach / (_POINTS * h)))
         half = max(1, math.ceil(reach / (stride * h)))

@@ -47,15 +47,8 @@ def gdp_delta(mu: float, epsilon: float) -> float:
     ``N(0, 1)`` against ``N(mu, 1)`` (Dong, Roth and Su, arXiv 1905.02383v3, Corollary 2.13; Balle and
     Wang, arXiv 1805.06530v2, Theorem 8). ``Phi`` is the normal distribution function.
 
-    Args:
-        mu: ``sqrt(sum_t z_t^-2)`` for full-batch Gaussian releases with multipliers ``z_t``.
-        epsilon: at least 0.
-
-    Returns:
-        delta in [0, 1]; for mu above 1e6 an upper bound, ``Phi(mu/2 - epsilon/mu + 1e-15 mu)``.
-
-    Raises:
-        ValueError: if ``mu`` is negative or NaN, or ``epsilon`` is not in [0, inf).
+    ``mu = sqrt(sum_t z_t^-2)`` for full-batch Gaussian releases with multipliers ``z_t``; above 1e6 it is
+    an upper bound, ``Phi(mu/2 - epsilon/mu + 1e-15 mu)``.
 
     Example:
         >>> round(gdp_delta(mu=1.0, epsilon=1.0), 6)
@@ -72,17 +65,7 @@ def gdp_delta(mu: float, epsilon: float) -> float:
 
 
 def gdp_epsilon(mu: float, delta: float) -> float:
-    """The exact epsilon of mu-GDP at delta: the inverse of :func:`gdp_delta`.
-
-    Args:
-        mu: ``sqrt(sum_t z_t^-2)`` for full-batch Gaussian releases with multipliers ``z_t``.
-        delta: in (0, 1).
-
-    Returns:
-        The least epsilon >= 0 with ``gdp_delta(mu, epsilon) <= delta``, rounded up by 1e-12 relative.
-
-    Raises:
-        ValueError: if ``mu`` is negative or NaN, or ``delta`` is not in (0, 1).
+    """The exact epsilon of mu-GDP at delta, rounded up by 1e-12: the inverse of :func:`gdp_delta`.
 
     Example:
         >>> round(gdp_epsilon(mu=10 ** 0.5, delta=1e-5), 3)
@@ -140,18 +123,12 @@ class LittleNoise:
 
     with J the number of such steps that the record takes part in, at most binomial with the largest of
     their rates, and G the Gaussian profile.
-
-    Args:
-        count: number of the steps with little noise.
-        sample_rate: the largest of theirs.
-        mu: of one of them, the largest.
-        others: the sum of the squares of μ of all other steps.
     """
 
-    count: int
-    sample_rate: float
-    mu: float
-    others: float
+    count: int  # of the steps with little noise
+    sample_rate: float  # the largest of theirs
+    mu: float  # of one of them, the largest
+    others: float  # the sum of the squares of μ of all other steps
 
     @classmethod
     def of(cls, steps: Steps, relation: str) -> LittleNoise:

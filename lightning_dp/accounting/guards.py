@@ -6,14 +6,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-import numpy as np
-
 from lightning_dp.accounting.base import Relation, check_relation
 from lightning_dp.accounting.events import AbstractEvent, History
 from lightning_dp.accounting.external import Declared
 from lightning_dp.accounting.gdp import gdp_epsilon, mu_of_budget
-from lightning_dp.accounting.rdp import RenyiCurve, penalty
-from lightning_dp.accounting.renyi import total_divergence
+from lightning_dp.accounting.rdp import OneOrderAccountant, RenyiCurve
 from lightning_dp.accounting.steps import NO_NOISE, CheckedHistory, Steps, joined, merge
 
 
@@ -112,16 +109,6 @@ class GDPGuard(AbstractGuard):
         epsilon, delta: the budget.
         relation: the neighbouring relation.
         spent: what ran before, full batches only; anything else is refused.
-
-    Example:
-        >>> from lightning_dp.accounting import Gaussian
-        >>> guard = GDPGuard(epsilon=1.0, delta=1e-5, relation="add_remove", spent=[])
-        >>> steps = 0
-        >>> while guard.fits(lambda: Gaussian(10.0)):
-        ...     guard.book(Gaussian(10.0))
-        ...     steps += 1
-        >>> steps
-        7
     """
 
     name = "gdp"
@@ -177,21 +164,16 @@ class RDPGuard(AbstractGuard):
     ) -> None:
         self._relation = relation
         before = CheckedHistory.of(spent)
-        declared = Declared.of(before.external(relation), relation)
+        self._declared = Declared.of(before, relation)
         expected = joined(before.steps, plan if isinstance(plan, Steps) else merge(plan))
-        self._declared = declared
-        self.order = RenyiCurve(expected, relation, declared).best(delta)[1]
-        self.description = f"rdp: noise chosen at run time, Rényi order {self.order:g} fixed before"
+        order = RenyiCurve(expected, relation, self._declared).best(delta)[1]
+        self._of_order = OneOrderAccountant(order)
+        self.description = f"rdp: noise chosen at run time, Rényi order {order:g} fixed before"
         self._budget = epsilon - self._penalty(delta)
-        steps = [(event, count) for event, count in spent if event.is_pair]
-        self._spent = math.fsum(self._rho(event) * count for event, count in steps)
-        self._spent += float(declared.divergence(np.array([self.order]))[0])
+        self._spent = self._of_order.divergence(before, relation)
 
     def _rho(self, event: AbstractEvent) -> float:
-        step = merge([(event, 1)])  # its pair, or a bound
-        if step.has_noiseless:
-            return math.inf
-        return float(total_divergence(step, self._relation, np.array([self.order]))[0])
+        return self._of_order.divergence([(event, 1)], self._relation)
 
     def fits(self, next_event: Callable[[], AbstractEvent]) -> bool:
         return self._spent + self._rho(next_event()) <= self._budget
@@ -205,4 +187,4 @@ class RDPGuard(AbstractGuard):
     def _penalty(self, delta: float) -> float:
         """ε - ρ of the conversion from the order at δ, of which declared guarantees take a part."""
         left = self._declared.left_of(delta)
-        return penalty(self.order, left) if left > 0 else math.inf
+        return self._of_order.penalty(left) if left > 0 else math.inf

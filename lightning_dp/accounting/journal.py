@@ -169,11 +169,7 @@ class Charges(Mapping[str, History]):
         return same
 
     def is_ahead_of(self, run: str, other: Charges) -> bool:
-        """Return whether this record of a run is longer than the other's.
-
-        Raises:
-            JournalError: if the two contradict each other.
-        """
+        """Return whether this record of a run is longer than the other's."""
         _longer(run, self.get(run, ()), other.get(run, ()))
         return self.length(run) > other.length(run)
 
@@ -195,11 +191,7 @@ class Charges(Mapping[str, History]):
 
     @classmethod
     def from_dict(cls, runs: Mapping[str, Any]) -> Charges:
-        """Read what :meth:`to_dict` wrote.
-
-        Raises:
-            ValueError, TypeError, AttributeError: if it is something else.
-        """
+        """Read what :meth:`to_dict` wrote; else raise ValueError, TypeError or AttributeError."""
         return cls(
             {
                 run: [(event_from_dict(event), whole("count", count)) for event, count in charges]
@@ -239,11 +231,7 @@ def checked_line(record: Sequence[object], separators: tuple[str, str] = (",", "
 
 
 def read_line(line: bytes) -> object:
-    """Return the record of a line without its newline.
-
-    Raises:
-        ValueError: if it fails its checksum, or is not JSON.
-    """
+    """Return the record of a line without its newline."""
     if not _is_whole(line):
         raise ValueError("fails its checksum")
     try:
@@ -266,51 +254,33 @@ def _is_whole(line: bytes) -> bool:
 
 @dataclass
 class PlannedRun:
-    """A run whose noise was calibrated, and how far its journal followed it.
+    """A run whose noise was calibrated, and how far its journal followed it."""
 
-    Args:
-        target_epsilon: what the noise was calibrated for.
-        last_step: the step of the plan at which it ends.
-        is_replanned: the noise was calibrated again, after a crash or another fit.
-        saved: the charged steps that its latest checkpoint has made.
-        is_ended: it ended in order. Without this, it crashed, or still runs.
-    """
-
-    target_epsilon: float
-    last_step: int
-    is_replanned: bool
-    saved: int = 0
-    is_ended: bool = False
+    target_epsilon: float  # for which the noise was calibrated
+    last_step: int  # of the plan, at which it ends
+    is_replanned: bool  # the noise was calibrated again, after a crash or another fit
+    saved: int = 0  # charged steps that its latest checkpoint has made
+    is_ended: bool = False  # in order; else it crashed, or still runs
 
 
 @dataclass
 class JournalContent:
     """The content of a journal.
 
-    Args:
-        path: the file.
-        ledger_id: of its first line.
-        runs: all charges.
-        weights: fingerprints of weights that its runs released.
-        data: the number of records and the user's name of each data set, as far as they were noted.
-        plans: the runs whose noise was calibrated.
-        budget: what its runs promise whose noise was chosen at run time: the events that came out do
-            not bound what could have. None if there are none.
-        lines, text: the number of its whole records, and all of them; anything after them is the
-            beginning of one more.
-        is_ended: whether the last whole record has its newline.
+    ``budget`` is the promise of runs whose noise was chosen at run time: the events that came out do not
+    bound what could have. After the whole records, ``text``, comes at most the beginning of one more.
     """
 
     path: Path
     ledger_id: str = ""
     runs: Charges = field(default_factory=Charges)
-    weights: set[str] = field(default_factory=set)
-    data: set[tuple[int, str | None]] = field(default_factory=set)
+    weights: set[str] = field(default_factory=set)  # fingerprints of those that its runs released
+    data: set[tuple[int, str | None]] = field(default_factory=set)  # numbers of records, and names
     plans: dict[str, PlannedRun] = field(default_factory=dict)
     budget: ApproximateDP | None = None
-    lines: int = 0
+    lines: int = 0  # whole records
     text: bytes = field(default=b"", repr=False)
-    is_ended: bool = True
+    is_ended: bool = True  # the last whole record has its newline
 
     def copy(self) -> JournalContent:
         """Return the same content, to which lines can be added."""
@@ -330,7 +300,7 @@ class JournalContent:
         elif not isinstance(record, list) or len(record) != 3:
             raise self._damaged(f"line {position} is no record")
         elif record[0] is None:
-            self._add_note(record[1], record[2], position)
+            self.add_note(record[1], record[2])
         else:
             self._add_charge(record, position)
 
@@ -363,11 +333,11 @@ class JournalContent:
             raise self._damaged(how) from None
         self.runs.append(run, event)
 
-    def _add_note(self, kind: object, content: object, position: int) -> None:
+    def add_note(self, kind: object, content: object) -> None:
         """Add what is no charge; kinds of a later version may change what is spent."""
+        line = f"line {self.lines}"
         if kind not in (WEIGHTS, DATA, BUDGET, PLAN, SAVED, END):
-            kinds = f"is of the kind {kind!r}, which this version cannot read"
-            raise self._damaged(f"line {position} {kinds}")
+            raise self._damaged(f"{line} is of the kind {kind!r}, which this version cannot read")
         items: list[Any] = content if isinstance(content, list) else [None]
         types = [type(each) for each in items]
         if kind == DATA and types in ([int, str], [int, type(None)]):
@@ -376,7 +346,7 @@ class JournalContent:
             try:
                 self._add_budget(*items)
             except ValueError as error:
-                raise self._damaged(f"line {position}: {text_of(error)}") from None
+                raise self._damaged(f"{line}: {text_of(error)}") from None
         elif kind == WEIGHTS and set(types) <= {str}:
             self.weights.update(items)
         elif kind == PLAN and types == [str, float, int, bool]:
@@ -386,7 +356,7 @@ class JournalContent:
         elif kind == END and types == [str] and items[0] in self.plans:
             self.plans[items[0]].is_ended = True
         else:
-            raise self._damaged(f"line {position} has no {kind}")
+            raise self._damaged(f"{line} has no {kind}")
 
     def _add_budget(self, epsilon: float, delta: float, relation: Any) -> None:
         """Add a budget of the whole ledger; the largest counts."""
@@ -540,7 +510,6 @@ class Journal:
             )
         self.runs = written.runs
         self._last: dict[str, AbstractEvent] = {}  # of what is written from now on
-        self.weights, self.data, self.plans = written.weights, written.data, written.plans
         self._size = len(written.text)
         self._file: IO[bytes] = open(self.path, "ab", buffering=0)  # noqa: SIM115 (until close())
         try:
@@ -577,21 +546,16 @@ class Journal:
         self._append([])
 
     def note(self, kind: str, *content: Any) -> None:
-        """Write what is no charge, as :meth:`JournalContent.add` reads it; nothing if it is known.
-
-        Raises:
-            JournalError: as by :meth:`append`.
-        """
+        """Write what is no charge, as :meth:`JournalContent.add` reads it; nothing if it is known."""
+        known = self.content
         if kind == WEIGHTS:
-            content = tuple(each for each in content if each not in self.weights)
-        if (kind == WEIGHTS and not content) or (kind == DATA and content in self.data):
+            content = tuple(each for each in content if each not in known.weights)
+        if (kind == WEIGHTS and not content) or (kind == DATA and content in known.data):
             return
         self._check_untouched()
         self._append([checked_line([None, kind, content])])
-        if kind == WEIGHTS:
-            self.weights.update(content)
-        elif kind == DATA:
-            self.data.add(cast("tuple[int, str | None]", content))
+        if kind in (WEIGHTS, DATA):
+            known.add_note(kind, [*content])
 
     def _line(self, run: str, number: int, event: AbstractEvent) -> bytes:
         before = self.runs.get(run)
@@ -686,12 +650,7 @@ def new_id() -> str:
 
 
 def is_ledger_id(value: object) -> bool:
-    """True for a name that :func:`new_id` gives: no path, no pattern, nothing else.
-
-    Example:
-        >>> is_ledger_id(new_id()), is_ledger_id("../../evil")
-        (True, False)
-    """
+    """True for a name that :func:`new_id` gives: no path, no pattern, nothing else."""
     return isinstance(value, str) and _ID.fullmatch(value) is not None
 
 
@@ -727,11 +686,7 @@ class Progress:
 
     @classmethod
     def read(cls, path: Path, state: dict[str, Any]) -> Progress:
-        """Read it field by field: one that is absent has its default.
-
-        Raises:
-            JournalError: naming fields that are unknown, since they may change what was spent.
-        """
+        """Read it field by field: one that is absent has its default, an unknown one is refused."""
         if unknown := sorted(state.keys() - {each.name for each in fields(cls)}):
             raise JournalError(
                 f"{path} has unknown fields: {unknown}. Read it with the version of lightning-dp that "
@@ -810,11 +765,7 @@ def _crc_of(contents: Iterable[bytes]) -> int:
 
 
 def read_release_file(path: Path) -> tuple[Progress, Kept, bytes]:
-    """The progress, the releases that may be asked for again, and the note of the latest one.
-
-    Raises:
-        JournalError: if it is damaged.
-    """
+    """The progress, the releases that may be asked for again, and the note of the latest one."""
     with open(path, "rb") as file:
         progress, places, check = _header(path, file.readline())
         kept = {(round_, part): file.read(length) for round_, part, length in places}
@@ -861,11 +812,8 @@ def check_nothing_is_missing(
 
     Args:
         journal_path, dataset_id: of the journal.
-        runs: what is in it.
+        runs: its charges.
         known: of :func:`progress_of_all`, read before it.
-
-    Raises:
-        JournalError: naming both files and the cure.
     """
     for path, progress in known:
         if progress.dataset not in (None, dataset_id):

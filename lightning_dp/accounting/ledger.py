@@ -125,8 +125,8 @@ class Ledger:
             path = self.journal_path or directory / f"{self.id}.journal"
             journal = Journal(path.absolute(), self.id)
             self.merge(journal.runs)
-            self.weights |= journal.weights
-            self._note_replanned(journal.plans)
+            self.weights |= journal.content.weights
+            self._note_replanned(journal.content.plans)
             journal.extend(self._charges)
             self._journal, self.journal_path = journal, journal.path
         self._run = run
@@ -251,11 +251,7 @@ class Ledger:
         self._charges = runs
 
     def merge(self, runs: Charges) -> None:
-        """Add another record: the longer one of each run.
-
-        Raises:
-            JournalError: if two records of a run contradict each other.
-        """
+        """Add another record: the longer one of each run."""
         self._charges.merge(runs)
 
 
@@ -439,16 +435,10 @@ def _files(path: Path) -> list[Path]:
 
 @dataclass
 class Neighbours:
-    """Other journals with charges in a folder, newest first.
-
-    Args:
-        written: those that were read.
-        unread: the number of those that were too long to read now.
-        damaged: files that cannot be read.
-    """
+    """Other journals with charges in a folder, newest first."""
 
     written: list[JournalContent] = field(default_factory=list)
-    unread: int = 0
+    unread: int = 0  # so many were too long to be read now
     damaged: list[Path] = field(default_factory=list)
 
     @property

@@ -66,9 +66,6 @@ class PLDAccountant(AbstractAccountant):
         rtol: relative accuracy of epsilon with respect to the grid, in (0, 0.1].
         spacing: relative distance of the noise multipliers between which is interpolated, in (0, 1].
 
-    Raises:
-        ValueError: by the constructor and the methods, if an argument is out of range or NaN.
-
     Sources: Connect-the-Dots discretisation, arXiv 2207.04380v1; see the modules ``_pmf``, ``_grid``,
     ``_grouping`` and ``_composition`` for the statements used.
 
@@ -96,7 +93,7 @@ class PLDAccountant(AbstractAccountant):
         from lightning_dp.accounting._grid import Target
 
         checked = CheckedHistory.of(history)
-        steps, declared = checked.steps, Declared.of(checked.external(relation), relation)
+        steps, declared = checked.steps, Declared.of(checked, relation)
         check_relation(relation)
         left = declared.left_of(check_delta(delta))
         if declared.is_empty:
@@ -129,14 +126,6 @@ class PLDAccountant(AbstractAccountant):
 
         Between them they are read from the grids of these two, the smaller bound of each.
 
-        Args:
-            history: pairs of an event and its count.
-            epsilons: at least one, each finite and at least 0.
-            relation: what neighbouring data sets are.
-
-        Raises:
-            ValueError: as by :meth:`delta`.
-
         Example:
             >>> from lightning_dp.accounting import PoissonGaussian
             >>> history = [(PoissonGaussian(1.0, 0.01), 1000)]
@@ -147,7 +136,7 @@ class PLDAccountant(AbstractAccountant):
             raise ValueError("epsilons is empty; give at least one.")
         check_relation(relation)
         checked = CheckedHistory.of(history)
-        steps, declared = checked.steps, Declared.of(checked.external(relation), relation)
+        steps, declared = checked.steps, Declared.of(checked, relation)
         if not declared.is_empty:
             declared_curve = RenyiCurve(steps, relation, declared)
             bounds = [declared_curve.delta(epsilon) for epsilon in asked]
@@ -195,7 +184,7 @@ class PLDAccountant(AbstractAccountant):
 
         if not has_pairs(plan, lengths):
             return super().curve(plan, lengths, delta, relation, spent)
-        declared = Declared.of(CheckedHistory.of(spent).external(relation), relation)
+        declared = Declared.of(spent, relation)
         run = Run.of(plan, lengths, [each for each in spent if each[0].is_pair])
         left, steps = declared.left_of(delta), run.steps()
         is_little = mu_of(steps, relation) < _NEXT_TO_NOTHING
@@ -254,9 +243,6 @@ def epsilon(events: Events, delta: float, relation: Relation = "add_remove") -> 
     Returns:
         epsilon >= 0, never below the truth; ``inf`` when a step has no noise.
 
-    Raises:
-        ValueError: if an argument is illegal.
-
     Example:
         >>> from lightning_dp.accounting import PoissonGaussian
         >>> round(epsilon([(PoissonGaussian(1.0, 0.01), 1000)], delta=1e-5), 2)
@@ -276,9 +262,6 @@ def delta(events: Events, epsilon: float, relation: Relation = "add_remove") -> 
     Returns:
         delta in [0, 1], never below the truth; 1 when a step has no noise.
 
-    Raises:
-        ValueError: if an argument is illegal.
-
     Example:
         >>> from lightning_dp.accounting import Gaussian
         >>> round(delta(Gaussian(1.0), epsilon=1.0), 6)
@@ -295,22 +278,13 @@ def epsilon_curve(
     accountant: AbstractAccountant | None = None,
     spent: History = (),
 ) -> FloatArray:
-    """Return epsilon after each of several numbers of steps of a plan, in one go.
+    """Return epsilon of what was spent and the first n steps of a plan, for each n; it does not fall.
 
     Args:
         plan: one event for all steps, or a function from the step 0, 1, ... to its event.
-        at_steps: numbers of steps, each at least 0, in any order.
-        delta: in (0, 1).
-        relation: ``"add_remove"`` or ``"replace_one"``.
+        at_steps: numbers n of steps, each at least 0, in any order.
+        delta, relation, spent: as for :func:`epsilon`.
         accountant: :class:`PLDAccountant` by default, for which lengths share their work.
-        spent: what ran before.
-
-    Returns:
-        For each n in ``at_steps`` an upper bound of the epsilon of ``spent`` and the first n
-        steps. It does not fall with n.
-
-    Raises:
-        ValueError: if an argument is illegal.
 
     Example:
         >>> from lightning_dp.accounting import PoissonGaussian
@@ -350,11 +324,7 @@ def _history(events: Events) -> History:
 
 
 def accountant_or_default(accountant: AbstractAccountant | None) -> AbstractAccountant:
-    """Return the accountant that was given, or the one that there is by default.
-
-    Raises:
-        TypeError: if it is none.
-    """
+    """Return the accountant that was given, or the default."""
     if accountant is None:
         return PLDAccountant()
     return instance("accountant", accountant, AbstractAccountant)  # type: ignore[type-abstract]
@@ -442,9 +412,6 @@ class TradeOff:
     Args:
         pairs: ``(epsilon, delta)`` that hold for the releases, at least one.
 
-    Raises:
-        ValueError: without a pair, or if an ε is negative or NaN, or a δ is not in [0, 1].
-
     Example:
         >>> one = TradeOff(((1.0, 1e-5),))
         >>> round(one.true_positive_rate(0.01), 4), round(one.advantage, 4)
@@ -465,9 +432,6 @@ class TradeOff:
 
         Args:
             false_positive_rate: α in [0, 1].
-
-        Raises:
-            ValueError: if it is not.
         """
         rate = between("[0, 1]")("false_positive_rate", false_positive_rate)
         bounds = [1.0]
@@ -509,9 +473,6 @@ def trade_off(
         delta: in (0, 1), of the largest ε that is asked for.
         relation: ``"add_remove"`` or ``"replace_one"``.
         accountant: gives δ at each ε; :class:`PLDAccountant` by default.
-
-    Raises:
-        ValueError: if an argument is illegal.
 
     Example:
         >>> from lightning_dp.accounting import PoissonGaussian

@@ -101,19 +101,12 @@ def joined(first: Steps, second: Steps) -> Steps:
 
 @dataclass(frozen=True)
 class CheckedHistory(Sequence[tuple[AbstractEvent, int]]):
-    """A history whose steps were merged once, for accountants that are asked often.
+    """A history whose steps were merged once, for accountants that are asked often."""
 
-    Args:
-        events: what was given.
-        steps: all Gaussian steps, merged.
-        others: what is no pair that could be merged, with counts above 0.
-        later: those of the steps that follow the events.
-    """
-
-    events: History
-    steps: Steps
-    others: History = ()
-    later: Steps | None = None
+    events: History  # as given
+    steps: Steps  # all that are Gaussian, merged
+    others: History = ()  # no pairs that could be merged, with counts above 0
+    later: Steps | None = None  # those of the steps that follow the events
 
     @classmethod
     def of(cls, history: History, name: str = "history") -> CheckedHistory:
@@ -151,8 +144,7 @@ def check_bounded(history: History, relation: Relation) -> None:
         ValueError: naming the relations that can be asked for.
     """
     for event, count in history:
-        reason = event.unbounded(relation) if count else None
-        if reason is not None:
+        if count and (reason := event.no_bound.get(relation)) is not None:
             raise RefusedSetting(reason, topic="fixed-order")
 
 

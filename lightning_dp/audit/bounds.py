@@ -95,12 +95,7 @@ def one_run_epsilon(
 
 
 def upper_rate(errors: int, trials: int, failure: float) -> float:
-    """Return Clopper and Pearson's upper bound on a rate, wrong with probability at most ``failure``.
-
-    Example:
-        >>> round(upper_rate(0, 100, 0.05), 4) == round(1 - 0.05 ** (1 / 100), 4)
-        True
-    """
+    """Return Clopper and Pearson's upper bound on a rate, wrong with probability at most ``failure``."""
     if errors >= trials:
         return 1.0
     # The rate p at which so few errors have probability ``failure``: P[Binomial(n, p) <= k] is the
@@ -110,18 +105,12 @@ def upper_rate(errors: int, trials: int, failure: float) -> float:
 
 @dataclass(frozen=True)
 class Errors:
-    """Errors of a test of "is the canary in the data?".
+    """Errors of a test of "is the canary in the data?"."""
 
-    Args:
-        false_alarms, outside: of the canaries outside the data (or their steps), how many it
-            called in, and how many there are.
-        misses, inside: of those in the data, how many it called out, and how many there are.
-    """
-
-    false_alarms: int
-    outside: int
-    misses: int
-    inside: int
+    false_alarms: int  # canaries outside the data (or their steps) that it called in
+    outside: int  # of how many
+    misses: int  # canaries in the data that it called out
+    inside: int  # of how many
 
     def upper_rates(self, failure: float) -> tuple[float, float]:
         """Bound both rates; the two bounds hold together except with probability ``failure``."""

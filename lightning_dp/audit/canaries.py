@@ -42,8 +42,6 @@ from lightning_dp.run import PrivateRun
 from lightning_dp.sampling.blocks import AbstractBlockSampling
 from lightning_dp.strategies.strategy import DifferentialPrivacyStrategy, install
 
-__all__ = ["AuditReport", "audit"]
-
 _MOST_SCALE = 1e2  # more noise than this many times what is claimed: nothing was learned
 _GUESSES = ((0.02, 0.0), (0.1, 0.0), (0.1, 0.1), (0.5, 0.5))  # parts of m: called in, called out
 
@@ -126,9 +124,6 @@ def audit(
         trainer: arguments of ``lightning.pytorch.Trainer``, for one process.
         num_canaries: m, at most the number of trained parameters.
         confidence: 1 - γ in (0, 1).
-
-    Raises:
-        ValueError: for arguments out of range.
 
     Example:
         ``print(audit(model, loader, privacy.config, trainer={"max_steps": 100}))``
@@ -290,14 +285,7 @@ def _noise_left(
     event: Callable[[float, float], AbstractEvent],
     failure: float,
 ) -> float:
-    """Return the most noise, as a share of the claim's, that no test refutes.
-
-    Args:
-        seen, ratios: of each canary at each step.
-        included: the canaries that took part.
-        kinds, pairs, event: the steps.
-        failure: the probability that one test is wrong.
-    """
+    """Return the most noise, as a share of the claim's, that no test refutes."""
     linear = np.array([1 / z**2 for z, _ in pairs])  # the weight of a step
     half = 0.5 * sum(q / z**2 for z, q in pairs)
     usual = max(kinds, key=lambda kind: kind.count).sample_rate

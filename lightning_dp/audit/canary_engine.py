@@ -21,8 +21,6 @@ from lightning_dp.gradients import AbstractGradientEngine
 from lightning_dp.gradients.base import AbstractPerSampleGradients, Around, Forward
 from lightning_dp.gradients.batches import SampleBatch
 
-__all__ = ["Canaries", "CanaryData", "CanaryEngine", "CanaryEstimator"]
-
 _STRENGTH = 10.0  # the norm of a canary's gradient, in clip norms: without clipping it shows
 
 
@@ -52,11 +50,7 @@ class Canaries:
         self.seen: list[FloatArray] = []  # for each step a_i: noised, in clip norms
 
     def place(self, parameters: int) -> None:
-        """Choose a coordinate for each.
-
-        Raises:
-            ValueError: if there are more canaries than coordinates.
-        """
+        """Choose a coordinate for each."""
         if self.number > parameters:
             raise ValueError(
                 f"num_canaries={self.number} must be at most the number of trained parameters, "

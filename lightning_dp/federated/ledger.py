@@ -41,8 +41,7 @@ from lightning_dp.accounting.journal import (
     write_release_file,
 )
 from lightning_dp.accounting.pld import epsilon_curve
-from lightning_dp.accounting.rdp import OneOrderAccountant, order_of_budget
-from lightning_dp.accounting.renyi import total_divergence
+from lightning_dp.accounting.rdp import OneOrderAccountant, order_of_budget, total_divergence
 from lightning_dp.accounting.steps import Steps
 from lightning_dp.federated.protocol import MessageError
 from lightning_dp.gradients import UnsupportedModelError

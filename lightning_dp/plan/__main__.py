@@ -12,8 +12,6 @@ from lightning_dp._validate import Check, positive, probability, whole
 from lightning_dp.plan.suggestion import LEAST_STEPS, Suggestion, suggest, text
 from lightning_dp.plan.training_plan import TrainingPlan
 
-__all__ = ["main"]
-
 _DESCRIPTION = """\
 Plan a private training before it is run: batch size, epochs, noise, time, learning rate. No data are
 needed, and nothing is spent."""

@@ -21,8 +21,6 @@ from lightning_dp.plan.suggestion import ENOUGH, LEAST_STEPS, best_plan, setting
 from lightning_dp.plan.training_plan import Optimizer as Kind
 from lightning_dp.plan.training_plan import TrainingPlan, learning_rate, rounded, weight_size
 
-__all__ = ["OptimizerSetting", "Setting", "after", "before", "facts", "optimizer_setting"]
-
 _ADAM = (
     *(optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
     *(optim.RMSprop, optim.Adagrad, optim.Adadelta),
@@ -36,69 +34,43 @@ _QUARTERS = 4  # of a run in a report
 
 @dataclass(frozen=True)
 class OptimizerSetting:
-    """The settings of an optimizer that advice needs.
+    """The settings of an optimizer that advice needs."""
 
-    Args:
-        name: of its class.
-        kind: "sgd", or "adam" for all that divide by a running mean square; None for others.
-        learning_rate: the largest of its groups, at the peak of a OneCycleLR.
-        momentum: of SGD.
-        argument: the name of the argument that sets the rate.
-    """
-
-    name: str
-    kind: Kind | None
-    learning_rate: float
+    name: str  # of its class
+    kind: Kind | None  # "adam" for all that divide by a running mean square
+    learning_rate: float  # the largest of its groups, at the peak of a OneCycleLR
     momentum: float = 0.0
-    argument: str = "lr"
+    argument: str = "lr"  # that sets the rate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """A training as its user set it up: public numbers alone.
 
-    Args:
-        num_records: N, of the training set.
-        batch_size: B = qN, the expected size of a step's batch.
-        steps: T, planned and afforded by the budget.
-        planned_steps: as the Trainer has them.
-        steps_per_epoch: steps in a pass over the data.
-        noise_multiplier: z, of the first step.
-        clip_norm: C, of one record.
-        size: d, trained weights.
-        weight_size: s of :func:`lightning_dp.plan.weight_size`; None where it is not known.
-        target_epsilon, target_delta, relation: the budget; None without one.
-        optimizer: None where there are several.
-        is_constant: every step asks for a mean gradient with the same z, C and q, and the budget is
-            for these steps alone.
-        steps_before: of this plan, made before the fit: it was resumed.
-        is_calibrated: the noise follows from the budget; False where the user set it.
-        processes: that share each batch.
-        unit: of privacy, in a word.
-        growth: standard deviation of a step's noise over z·C; above 1 if it remembers.
-        moves_clip_norm: C is that of the first step only.
+    It ``is_constant`` if every step asks for a mean gradient with the same z, C and q, and the budget is
+    for these steps alone.
     """
 
-    num_records: int
-    batch_size: float
-    steps: float
-    planned_steps: float
+    num_records: int  # N, of the training set
+    batch_size: float  # B = qN, expected
+    steps: float  # T, planned and afforded by the budget
+    planned_steps: float  # as the Trainer has them
     steps_per_epoch: int
-    noise_multiplier: float
-    clip_norm: float
-    size: int
-    weight_size: float | None
+    noise_multiplier: float  # z, of the first step
+    clip_norm: float  # C, of one record
+    size: int  # d, trained weights
+    weight_size: float | None  # s of lightning_dp.plan.weight_size, where it is known
     target_epsilon: float | None
     target_delta: float
     relation: Relation
-    optimizer: OptimizerSetting | None
+    optimizer: OptimizerSetting | None  # None where there are several
     is_constant: bool
-    steps_before: int = 0
-    is_calibrated: bool = True
-    processes: int = 1
-    unit: str = "record"
-    growth: float = 1.0
-    moves_clip_norm: bool = False
+    steps_before: int = 0  # of this plan, made before the fit: it was resumed
+    is_calibrated: bool = True  # the noise follows from the budget
+    processes: int = 1  # that share each batch
+    unit: str = "record"  # of privacy, in a word
+    growth: float = 1.0  # standard deviation of a step's noise over z·C; above 1 if it remembers
+    moves_clip_norm: bool = False  # C is that of the first step only
 
     @property
     def epochs(self) -> float:

@@ -136,17 +136,6 @@ def best_plan(
         num_records, target_epsilon, target_delta, relation, least_steps: as for :func:`suggest`.
         gradients: of records, that can be computed.
         least_epochs: from which epochs are doubled.
-
-    Raises:
-        ValueError: naming the argument; if the gradients are not enough for one.
-
-    Example:
-        An hour with 100 records a second affords 16 epochs, and 8 are enough:
-
-        >>> best_plan(22_000, 3.0, target_delta=1e-5, gradients=360_000).epochs
-        8.0
-        >>> round(best_plan(22_000, 3.0, target_delta=1e-5, gradients=44_000).excess, 1)
-        3.3
     """
     num_records = whole("num_records", num_records)
     least_steps = whole("least_steps", least_steps)
@@ -181,12 +170,7 @@ def best_plan(
 
 
 def default_delta(num_records: int) -> float:
-    """Return the largest power of ten that is at most 1 / (10 N).
-
-    Example:
-        >>> default_delta(22_000), default_delta(1000)
-        (1e-06, 0.0001)
-    """
+    """Return the largest power of ten that is at most 1 / (10 N)."""
     return float(f"1e-{len(str(whole('num_records', num_records) - 1)) + 1}")
 
 
@@ -249,17 +233,11 @@ def _epochs_of_table(best: float, most: float, least_steps: int) -> list[float]:
 
 
 def settings(plan: TrainingPlan, processes: int = 1) -> str:
-    """Return a plan as the arguments to write, on one line.
-
-    Args:
-        plan: what to do.
-        processes: that share each batch.
+    """Return a plan as the arguments to write, on one line, for processes that share each batch.
 
     Example:
         >>> from lightning_dp.plan import plan_training
         >>> plan = plan_training(22_000, 1024, epochs=8, target_epsilon=3.0, target_delta=1e-5)
-        >>> settings(plan)
-        'batch_size=1024 (or batch_size × accumulate_grad_batches), max_epochs=8'
         >>> settings(plan, processes=2)
         'batch_size=512 on each of 2 processes (or batch_size × accumulate_grad_batches), max_epochs=8'
     """
@@ -281,14 +259,7 @@ def text(
     layer_inputs: int = 256,
     yours: TrainingPlan | None = None,
 ) -> str:
-    """Return a table and the choice with its reason.
-
-    Args:
-        found: the suggestion.
-        num_parameters: d, trained weights, for the norm of the noise vector.
-        layer_inputs: n of a typical layer, for the learning rate.
-        yours: the reader's plan, to be compared.
-    """
+    """Return a table and the choice with its reason; the options are those of the command."""
     best, speed, first = found.best, found.records_per_second, found.table[0]
     column = min(range(len(first)), key=lambda index: abs(first[index].epochs - best.epochs))
     table = [[_size(row[0]), *(_cell(plan, best) for plan in row)] for row in found.table]
@@ -325,12 +296,7 @@ def text(
 
 
 def duration(seconds: float) -> str:
-    """Return a time in two digits or so: seconds, minutes, hours or days.
-
-    Example:
-        >>> duration(40), duration(700), duration(7200), duration(400_000)
-        ('40 s', '12 min', '2 h', '4.6 days')
-    """
+    """Return a time in two digits or so: seconds, minutes, hours or days."""
     for unit, size in (("s", 60), ("min", 60), ("h", 48)):
         if seconds < size:
             return f"{seconds:.2g} {unit}"

@@ -43,8 +43,6 @@ from lightning_dp.accounting.events import sampled_gaussian
 from lightning_dp.accounting.gdp import mu_of_budget
 from lightning_dp.accounting.pld import PLDAccountant
 
-__all__ = ["Optimizer", "TrainingPlan", "learning_rate", "plan_training", "rounded", "weight_size"]
-
 Optimizer = Literal["adam", "sgd"]
 
 
@@ -61,9 +59,6 @@ class TrainingPlan:
         steps: T, all of them noised.
         noise_multiplier: z, of each step.
         target_epsilon, target_delta, relation: the budget that the steps spend.
-
-    Raises:
-        ValueError: naming the argument.
 
     Example:
         >>> plan = plan_training(22_000, 128, epochs=2, target_epsilon=3.0, target_delta=1e-5)
@@ -165,9 +160,6 @@ class TrainingPlan:
         """Return another plan for the same records, with its noise calibrated again.
 
         What is left out stays as it is; with another batch size the epochs stay, not the steps.
-
-        Raises:
-            ValueError: as :func:`plan_training`.
         """
         batch = self.batch_size if batch_size is None else batch_size
         if epochs is None and steps is None:
@@ -257,10 +249,6 @@ def full_batch_noise(epsilon: float, delta: float, relation: Relation) -> float:
     """Return the exact noise multiplier of one release about all records: Δ/μ, Δ = 1 or 2 (replace-one).
 
     T such releases have √T times as much each, so that their mean has the noise of one.
-
-    Example:
-        >>> round(full_batch_noise(3.0, 1e-5, "add_remove"), 3)
-        1.391
     """
     return (2.0 if relation == "replace_one" else 1.0) / mu_of_budget(epsilon, delta)
 
@@ -311,9 +299,6 @@ def learning_rate(
         max_grad_norm: C; Adam does not see it.
         momentum: of SGD, in [0, 1).
 
-    Raises:
-        ValueError: if an argument is illegal, or for SGD without noise.
-
     Example:
         >>> from lightning_dp.plan import plan_training
         >>> plan = plan_training(22_000, 1024, epochs=6, target_epsilon=3.0, target_delta=1e-5)
@@ -336,10 +321,5 @@ def learning_rate(
 
 
 def rounded(rate: float) -> float:
-    """Return one significant digit of a learning rate: more would promise more than is known.
-
-    Example:
-        >>> rounded(0.0083), rounded(7.6)
-        (0.008, 8.0)
-    """
+    """Return one significant digit of a learning rate: more would promise more than is known."""
     return float(f"{rate:.0e}")

@@ -30,8 +30,6 @@ from lightning_dp.report.files import (
 )
 from lightning_dp.search import STATE, search_text
 
-__all__ = ["main", "pages"]
-
 _DESCRIPTION = """\
 Print the privacy report of a run and check that what was written about it agrees: epsilon is
 computed again from the charged events, and the journal must hold every charge that a checkpoint or
@@ -51,20 +49,13 @@ examples:
 
 @dataclass(frozen=True)
 class _Findings:
-    """All that PATH holds, checked.
+    """All that PATH holds, checked."""
 
-    Args:
-        documents: checkpoints and reports.
-        journals: those without a document.
-        problems, notes: about files that could not be checked.
-        total: of the ledgers of a folder.
-    """
-
-    documents: Sequence[CheckedDocument] = ()
-    journals: Sequence[CheckedDocument] = ()
-    problems: Sequence[str] = ()
+    documents: Sequence[CheckedDocument] = ()  # checkpoints and reports
+    journals: Sequence[CheckedDocument] = ()  # those without a document
+    problems: Sequence[str] = ()  # about files that could not be checked
     notes: Sequence[str] = ()
-    total: Total | None = None
+    total: Total | None = None  # of the ledgers of a folder
 
     def number_of_problems(self) -> int:
         """Count the contradictions and withdrawn promises."""
@@ -146,10 +137,9 @@ def pages(
     """Return a page for each ledger, of the document with the most charges.
 
     Args:
-        documents: checkpoints and reports, checked.
+        documents, problems: checked.
         together: of all ledgers of the folder; None if there is one.
         about: the user's words about the data, which replace those of the reports.
-        problems: besides those of the documents.
         today: the day of the checks; by default the present one.
     """
     day = datetime.now(timezone.utc).strftime("%Y-%m-%d") if today is None else today

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-__all__ = ["READERS", "Page", "PrivacyReport", "Reader", "Total", "charged", "plain", "render"]
-
 Reader: TypeAlias = Literal["people", "engineers"]
 """The readers of a part of a page, page one or the annex."""
 
@@ -240,31 +238,16 @@ class PrivacyReport:
         return _environment("txt").get_template("summary.j2").render(page=Page(self), report=self)
 
     def summary(self, where: str | None = None) -> str:
-        """Return one line for the end of a fit: ε of the steps made, then that of the plan.
-
-        Args:
-            where: the report's file, or what became of it.
-        """
+        """Return one line for the end of a fit, and where the report's file is, or why there is none."""
         values = {"report": self, "where": where}
         return _environment("txt").get_template("end.j2").render(values).replace("\n", "")
 
     def markdown(self, reader: Reader | None = None) -> str:
-        """Return a document: page one in plain words, and the annex for engineers.
-
-        Args:
-            reader: ``"people"`` for page one alone, ``"engineers"`` for the annex alone.
-
-        Raises:
-            ValueError: for another reader.
-        """
+        """Return a document: page one in plain words ("people"), and the annex ("engineers"), or one."""
         return render([Page(self)], "md", reader)
 
     def html(self, reader: Reader | None = None) -> str:
-        """Return the document as one HTML file; the annex has the picture, if matplotlib is there.
-
-        Args:
-            reader: as in :meth:`markdown`.
-        """
+        """Return it as one HTML file; the annex has the picture, if matplotlib is there."""
         return render([Page(self)], "html", reader)
 
     def plot(
@@ -310,14 +293,7 @@ class PrivacyReport:
 
 
 def plain(value: Any) -> Any:
-    """Return dictionaries, lists, texts and numbers only, for JSON and checkpoints.
-
-    Infinity is the text "inf".
-
-    Example:
-        >>> plain({"epsilon": float("inf"), "path": ("a", 1.5)})
-        {'epsilon': 'inf', 'path': ['a', 1.5]}
-    """
+    """Return dictionaries, lists, texts and numbers only, for JSON; infinity is the text "inf"."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -383,26 +359,17 @@ _TEMPLATES = Path(__file__).parent / "templates"
 class Total:
     """ε of several ledgers together, if they are about the same records.
 
-    Args:
-        ledgers: their number.
-        steps: noised steps, over all of them.
-        epsilon: of the union of their events at ``delta``; infinite if one ledger is ``apart``.
-        delta: the least δ that a report in the folder states, unless one is given.
-        relation: replace-one, if a report in the folder is under it.
-        seeded: the ledgers with a test seed: anyone who repeats their noise can subtract it.
-        apart: the ledgers without a guarantee: seeded, without noise, voided, or of users among those
-            of records.
-        epsilon_of_others: ε of all ledgers but those.
+    Those ``apart`` have no guarantee: seeded, without noise, voided, or of users among those of records.
     """
 
     ledgers: int
     steps: int
-    epsilon: float
-    delta: float
-    relation: Relation
-    seeded: tuple[str, ...] = ()
+    epsilon: float  # of the union of their events at delta; infinite if one ledger is apart
+    delta: float  # the least that a report in the folder states, unless one is given
+    relation: Relation  # replace-one, if a report in the folder is under it
+    seeded: tuple[str, ...] = ()  # by a test seed: anyone who repeats the noise can subtract it
     apart: tuple[str, ...] = ()
-    epsilon_of_others: float | None = None
+    epsilon_of_others: float | None = None  # of all ledgers that are not apart
 
     def __str__(self) -> str:
         seeded = f"; NOT PRIVATE (a seed was set: {', '.join(self.seeded)})" if self.seeded else ""
@@ -421,28 +388,17 @@ class Total:
 
 @dataclass(frozen=True)
 class Page:
-    """A report, and the findings when its page is made.
-
-    Args:
-        report: of a run.
-        about: the user's words about the data, which replace those of the report.
-        problems: contradictions.
-        day: of the checks; None if nothing was checked.
-        has_journal: a journal was looked for.
-        epsilon, charges: of the journal, if it was read.
-        together: ε of this ledger and those in the same folder; None if it is alone.
-        is_over: False while the training goes on: then there is no page one, which takes a second.
-    """
+    """A report, and the findings when its page is made."""
 
     report: PrivacyReport
-    about: Mapping[str, str] = field(default_factory=dict)
-    problems: Sequence[str] = ()
-    day: str | None = None
-    has_journal: bool = False
-    epsilon: float | None = None
-    charges: Charges | None = None
-    together: Total | None = None
-    is_over: bool = True
+    about: Mapping[str, str] = field(default_factory=dict)  # words that replace those of the report
+    problems: Sequence[str] = ()  # contradictions
+    day: str | None = None  # of the checks, if there were any
+    has_journal: bool = False  # one was looked for
+    epsilon: float | None = None  # of the journal, if it was read
+    charges: Charges | None = None  # likewise
+    together: Total | None = None  # with the ledgers in the same folder, if there are any
+    is_over: bool = True  # else there is no page one, which takes a second
 
     @property
     def stated(self) -> dict[str, str]:
@@ -496,16 +452,7 @@ class Page:
 
 
 def render(pages: Sequence[Page], form: Literal["md", "html"], reader: Reader | None = None) -> str:
-    """Return a document with a page for each ledger.
-
-    Args:
-        pages: one for each.
-        form: Markdown, or one HTML file that loads nothing and runs no script.
-        reader: page one alone, or the annex alone; both by default.
-
-    Raises:
-        ValueError: for an unknown reader.
-    """
+    """Return a document with a page for each ledger; the HTML loads nothing and runs no script."""
     if reader is not None:
         one_of(READERS)("reader", reader)
     environment = _environment(form)

@@ -50,7 +50,7 @@ def write_report(report: PrivacyReport, folder: str | Path, *, is_over: bool = T
     """Write ``privacy_report-<ledger id>.json`` and ``.md`` into a folder, each replaced whole.
 
     Runs of one ledger replace each other's files: a later report holds all of an earlier one. New
-    files are readable by their owner alone.
+    files are readable by their owner alone. Where the disk refuses them, they are what they were before.
 
     Args:
         report: of a run.
@@ -59,10 +59,6 @@ def write_report(report: PrivacyReport, folder: str | Path, *, is_over: bool = T
 
     Returns:
         the path of the JSON file.
-
-    Raises:
-        ValueError: if its ``ledger_id``, which names the file, is not one.
-        OSError: if the disk refuses it. The files are then what they were before.
     """
     if not is_ledger_id(report.ledger_id):
         raise ValueError(f"ledger_id={report.ledger_id!r} is not one of 16 hexadecimal digits.")
@@ -76,12 +72,7 @@ def write_report(report: PrivacyReport, folder: str | Path, *, is_over: bool = T
 
 
 def read_report(path: str | Path) -> PrivacyReport:
-    """Read the report of a JSON file.
-
-    Raises:
-        ValueError: if it is not one, saying why.
-        OSError: if it cannot be read.
-    """
+    """Read the report of a JSON file."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(content, dict):
@@ -130,27 +121,19 @@ class NotPrivateError(ValueError):
 class Document:
     """The privacy content of a checkpoint, a report file or a journal.
 
-    Args:
-        path, kind: of the file.
-        ledger_id: of its ledger; in a federated client's journal, the id of its data set.
-        journal: the recorded path of the journal; None without one.
-        events: its charges, by run.
-        delta, relation: of its ε; for a journal, which records neither, those of the reader.
-        seeded: whether a test seed was set at any time.
-        report: None in a journal, and in checkpoints of versions without reports.
-        steps_made: a lower bound on the charged private steps in a checkpoint's weights.
+    A journal records neither ``delta`` nor ``relation``: they are the reader's.
     """
 
     path: Path
     kind: Literal["checkpoint", "report", "journal"]
-    ledger_id: str
-    journal: Path | None
+    ledger_id: str  # in a federated client's journal, the id of its data set
+    journal: Path | None  # as it was recorded
     events: Charges
     delta: float
     relation: Relation
-    seeded: bool = False
-    report: PrivacyReport | None = None
-    steps_made: int = 0
+    seeded: bool = False  # a test seed was set at any time
+    report: PrivacyReport | None = None  # not in journals, and checkpoints of versions without
+    steps_made: int = 0  # a lower bound on the charged steps in a checkpoint's weights
 
 
 def in_checkpoint(report: PrivacyReport) -> dict[str, Any]:
@@ -247,11 +230,7 @@ def find_journal(recorded: Path | None, folder: Path) -> Path | None:
 
 
 def read_alone(journal: Path) -> JournalContent:
-    """Read a journal by itself.
-
-    Raises:
-        JournalError: if it is missing or damaged, or a client's release files hold more.
-    """
+    """Read a journal by itself; refuse one that holds less than a client's release files."""
     progress = [*progress_of_all(journal)]  # first: a client charges its journal first
     written = read_written(journal)
     check_nothing_is_missing(journal, written.ledger_id, written.runs, progress)
@@ -265,29 +244,19 @@ _TOLERANCE = 5e-4  # relative; twice the accuracy of ε
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedDocument:
-    """A document with the result of its checks.
-
-    Args:
-        document: a checkpoint, a report or a journal.
-        epsilon: ε of its events, computed again.
-        charges: those of the document or its journal, by run.
-        journal: the file that was compared with it; None if there is none.
-        journal_steps, journal_epsilon: of all runs in the journal; None without one.
-        budget: the journal's, if the noise of one of its runs was chosen at run time.
-        runs: of a journal by itself, ε of each run, or of each federation over a client's data.
-        problems: contradictions.
-        notes: what a reader needs besides.
-    """
+    """A document with the result of its checks."""
 
     document: Document
-    epsilon: float
-    charges: Charges
-    journal: Path | None = None
-    journal_steps: int | None = None
+    epsilon: float  # of its events, computed again
+    charges: Charges  # of the document or its journal
+    journal: Path | None = None  # that was compared with it
+    journal_steps: int | None = None  # of all runs in the journal
     journal_epsilon: float | None = None
-    budget: ApproximateDP | None = None
-    runs: dict[str, float] = field(default_factory=dict)
-    problems: tuple[str, ...] = ()
+    budget: ApproximateDP | None = None  # the journal's, if noise was chosen at run time
+    runs: dict[str, float] = field(
+        default_factory=dict
+    )  # ε of each run, or federation, in a journal
+    problems: tuple[str, ...] = ()  # contradictions
     notes: tuple[str, ...] = ()
 
     @property
@@ -314,12 +283,7 @@ class CheckedDocument:
 
 
 def check(document: Document, journal: Path | None) -> CheckedDocument:
-    """Check a checkpoint or a report by itself, and against its journal.
-
-    Args:
-        document: to be checked.
-        journal: where its journal is now.
-    """
+    """Check a checkpoint or a report by itself, and against its journal, where that is now."""
     report, events, kind = document.report, document.events, document.kind
     named = None if report is None else report.find_accountant()
     accountant = PLDAccountant() if named is None else named
@@ -378,9 +342,6 @@ def check_journal(
     """Compute ε of a journal by itself, and of each run or federation in it.
 
     One whose noise was chosen at run time has that of its budget, at its δ or a larger one.
-
-    Raises:
-        ValueError: without δ, which a journal does not record.
     """
     path, events, budget = written.path, written.runs, written.budget
     if delta is None:

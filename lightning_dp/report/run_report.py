@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime
 from functools import cache
@@ -34,8 +34,6 @@ from lightning_dp.report.files import has_guarantee
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import FixedOrder
 from lightning_dp.sampling.units import is_by_user, is_named
-
-__all__ = ["EarlierTraining", "at_end", "fingerprints", "report_of_run", "some_of"]
 
 _NOT_COVERED = (
     "figures written down about the training data (such as train_loss), and decisions that follow them",
@@ -202,63 +200,66 @@ def _version(name: str) -> str:
 # -- other journals of its folder: the first and the last line of a fit --------------------------
 
 
-def at_start(found: Neighbours, folder: Path | None, run: PrivateRun) -> str:
-    """Return the line about other journals in the folder, before the first step."""
-    lines = [f"privacy: {_number_of(found)} in {folder}."]
+def other_journals(
+    found: Neighbours, folder: Path | None, run: PrivateRun, *, is_over: bool = False
+) -> str:
+    """Return the line about other journals in the folder, before the first step or after the last."""
+    line = f"privacy: {_number_of(found)} in {folder}."
     counted, left_out = _split(found, folder, run)
     if counted:
-        try:
-            lines.append(f"If of the same records: {with_whole_plan(union(counted), run)}")
-        except JournalError as error:
-            lines.append(f"They cannot be added up: {text_of(error)}")
-    return " ".join([*lines, *left_out])
+        cost = _cost_of(counted, run, with_run if is_over else with_whole_plan)
+        line += f" If of the same records: {cost}"
+    return " ".join([line, *left_out])
+
+
+def at_end(run: PrivateRun) -> str | None:
+    """Return :func:`other_journals` after a fit; None if there are none."""
+    path = run.ledger.journal_path
+    found = Neighbours() if path is None else neighbours(path.parent, run.ledger.id)
+    if path is None or not found.count:
+        return None
+    return other_journals(found, path.parent, run, is_over=True)
+
+
+def _cost_of(
+    written: list[JournalContent],
+    run: PrivateRun,
+    cost: Callable[[Charges, PrivateRun], str],
+    more: Iterable[Charges] = (),
+) -> str:
+    """Return the sentence about the charges of journals, and more, or why there is no sum."""
+    try:
+        together = union(written)
+        for each in more:
+            together.merge(each)
+        return cost(together, run)
+    except (JournalError, ValueError) as error:  # such as a guarantee under another relation
+        return f"What that costs together is unknown: {text_of(error)}"
 
 
 def with_whole_plan(others: Charges, run: PrivateRun) -> str:
     """Return the sentence about others' charges, together with the whole plan of this run."""
-    at, spent = _at(run), _not_of(run, others).history()
-    try:
-        epsilon = run.epsilon_beside(spent)
-        if epsilon is not None:
-            together = epsilon_text(epsilon)
-            return f"Together with the whole plan of this run that is ε = {together} {at}."
-        config = run.config
-        alone = PLDAccountant().epsilon(spent, config.target_delta, config.relation)
-        return f"That spent ε = {epsilon_text(alone)} {at} already, to which this run adds."
-    except ValueError as error:  # a guarantee under another relation
-        return f"What that costs together is unknown: {text_of(error)}"
+    config, spent = run.config, _not_of(run, others).history()
+    at = f"at δ = {config.target_delta:g} ({config.relation})"
+    epsilon = run.epsilon_beside(spent)
+    if epsilon is not None:
+        return f"Together with the whole plan of this run that is ε = {epsilon_text(epsilon)} {at}."
+    alone = PLDAccountant().epsilon(spent, config.target_delta, config.relation)
+    return f"That spent ε = {epsilon_text(alone)} {at} already, to which this run adds."
 
 
-def at_end(run: PrivateRun) -> str | None:
-    """Return the line about the cost of all journals of the folder, after a fit; None if alone."""
-    path = run.ledger.journal_path
-    if path is None:
-        return None
-    found = neighbours(path.parent, run.ledger.id)
-    if not found.count:
-        return None
-    lines = [f"privacy: {_number_of(found)} in {path.parent}."]
-    counted, left_out = _split(found, path.parent, run)
-    if counted:
-        lines = [f"privacy: with {_number_of(found)} in {path.parent}"]
-        try:
-            lines.append(f"(if of the same records): {_total(_not_of(run, union(counted)), run)}")
-        except (JournalError, ValueError) as error:
-            lines.append(f"the sum is unknown: {text_of(error)}")
-    return " ".join([*lines, *left_out])
-
-
-def _total(others: Charges, run: PrivateRun) -> str:
-    """Return ε of all together; noise chosen at run time adds its whole budget to the others'."""
-    config, spent = run.config, others.history()
+def with_run(others: Charges, run: PrivateRun) -> str:
+    """Return the same for a run that is over; noise chosen at run time adds its whole budget."""
+    config, spent = run.config, _not_of(run, others).history()
+    delta = config.target_delta
     if run.is_adaptive:
-        alone = PLDAccountant().epsilon(spent, config.target_delta, config.relation)
-        sums = epsilon_text(alone + run.epsilon), 2 * config.target_delta
+        epsilon = PLDAccountant().epsilon(spent, delta, config.relation) + run.epsilon
+        delta *= 2
     else:
         history = [*spent, *run.ledger.history()]
-        whole = PLDAccountant().epsilon(history, config.target_delta, config.relation)
-        sums = epsilon_text(whole), config.target_delta
-    return f"ε = {sums[0]} at δ = {sums[1]:g} ({config.relation})."
+        epsilon = PLDAccountant().epsilon(history, delta, config.relation)
+    words = f"ε = {epsilon_text(epsilon)} at δ = {delta:g} ({config.relation})"
+    return f"Together with this run that is {words}."
 
 
 def _not_of(run: PrivateRun, others: Charges) -> Charges:
@@ -308,10 +309,6 @@ def _may_share_records(journal: JournalContent, run: PrivateRun) -> bool:
     )
 
 
-def _at(run: PrivateRun) -> str:
-    return f"at δ = {run.config.target_delta:g} ({run.config.relation})"
-
-
 # -- earlier trainings of the model --------------------------------------------------------------
 
 
@@ -332,10 +329,6 @@ class EarlierTraining:
 
     A model is known by the weights that a ledger released, whatever object holds them: a copy, one around
     the same parts, a loaded checkpoint, and, by the journals in the folder, those of other processes.
-
-    Args:
-        module: the model.
-        run: whose fit begins.
     """
 
     def __init__(self, module: nn.Module, run: PrivateRun) -> None:
@@ -345,11 +338,7 @@ class EarlierTraining:
     def begin(self, folder: Path | None) -> str | None:
         """Warn of what others spent, and remember who trains now, once the plan is declared.
 
-        Args:
-            folder: of the journal (lead process); None if there is none.
-
-        Returns:
-            the line about other journals in the folder; None without them.
+        Return the line about other journals in the folder (of the lead process); None without them.
         """
         run = self._run
         self._before = frozenset(fingerprints(self._module.parameters()))
@@ -364,7 +353,7 @@ class EarlierTraining:
                 found = neighbours(folder, run.ledger.id)
         same = [each for each in found.written if not each.weights.isdisjoint(self._before)]
         self._warn_trained_before(others, same)
-        return at_start(found, folder, run) if found.count else None
+        return other_journals(found, folder, run) if found.count else None
 
     def released(self, tensors: Mapping[str, object] | None = None) -> None:
         """Note the trained weights that others will see: those of a checkpoint, or as they are now."""
@@ -385,13 +374,7 @@ class EarlierTraining:
         names = {name for name in names if (run.ledger.id, name) not in _process.warned}
         if not names:
             return
-        try:
-            together = union(written)
-            for each in others:
-                together.merge(each.runs)
-            spent = with_whole_plan(together, run)
-        except JournalError as error:
-            spent = f"What that costs together is unknown: {error.text}"
+        spent = _cost_of(written, run, with_whole_plan, (each.runs for each in others))
         warn(
             f"This model, or a part of it, was trained before under another privacy ledger "
             f"({', '.join(sorted(names))}), and neither counts the other. {spent} To "
@@ -409,14 +392,11 @@ _MOST = 16  # tensors of a model that are remembered
 
 
 def fingerprints(tensors: Iterable[object]) -> list[str]:
-    """Return a hash for each tensor, of its exact values wherever they are.
+    """Return a hash for each tensor among some objects, of its exact values wherever they are.
 
     After a private step no two tensors share their values, so one of them in a new model says that
     the model, or a part of it, was trained. Tensors whose values are all equal say nothing: that is
     how they are made (biases, norms).
-
-    Args:
-        tensors: as in the values of a ``state_dict``; whatever else is among them is left out.
 
     Example:
         >>> one, other = torch.tensor([0.5, 1.5]), torch.tensor([0.5, 1.25])

@@ -23,15 +23,6 @@ from lightning_dp.accounting.events import (
 from lightning_dp.noise import AbstractNoise, IndependentNoise
 from lightning_dp.sampling.schemes import AbstractSampling, BatchPlan, Poisson
 
-__all__ = [
-    "AbstractBlockSampling",
-    "CyclicPoisson",
-    "Draw",
-    "FixedOrder",
-    "RandomAllocation",
-    "Window",
-]
-
 _EPOCHS = 4  # of which the allocation is there: loaders read ahead, and begin again
 
 Draw: TypeAlias = Callable[[int, float, Generator], NDArray[np.int64]]

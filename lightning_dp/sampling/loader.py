@@ -26,43 +26,25 @@ from lightning_dp._noise import random_generator
 from lightning_dp.sampling.schemes import AbstractSampling, BatchPlan
 from lightning_dp.sampling.units import RowsOfUnits
 
-__all__ = [
-    "Chunk",
-    "ChunkSampler",
-    "PrivateDataLoader",
-    "TensorsAtOnce",
-    "collates_as_torch",
-    "read_at_once",
-]
-
-
 _Positions: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A physical batch.
+    """A physical batch. ``size``, ``records`` and ``owners`` are sensitive, as is all about who is in it.
 
-    Args:
-        index: its position in the epoch.
-        size: records of the logical batch in it, or users; 0 for a stand-in record, whose gradient
-            is thrown away. Sensitive, like anything about who is in a batch.
-        first: True if a logical batch begins with it.
-        sample_rate: q with which its logical batch was drawn.
-        step: of the run, that its logical batch was drawn for.
-        last: True if the logical batch ends with it.
-        records: the rows of the data set that are read, in order; of a stand-in too. Sensitive.
-        owners: the unit of each row, from 0 to ``size - 1``; none where each row is one. Sensitive.
+    Its size is the number of records of the logical batch in it, or users; 0 for a stand-in record, whose
+    gradient is thrown away.
     """
 
-    index: int
+    index: int  # in the epoch
     size: int
-    first: bool
-    sample_rate: float
-    step: int = 0
-    last: bool = True
-    records: Sequence[int] = field(default=(), repr=False)
-    owners: Sequence[int] = field(default=(), repr=False)
+    first: bool  # a logical batch begins with it
+    sample_rate: float  # q with which its logical batch was drawn
+    step: int = 0  # of the run, that its logical batch was drawn for
+    last: bool = True  # the logical batch ends with it
+    records: Sequence[int] = field(default=(), repr=False)  # rows that are read, in order
+    owners: Sequence[int] = field(default=(), repr=False)  # the unit of each row, if it has several
 
     @property
     def rows(self) -> int:
@@ -351,9 +333,7 @@ def _as_it_is(batch: Any) -> Any:
 def read_at_once(loader: DataLoader[Any]) -> DataLoader[Any] | None:
     """Return a loader of the same batches that reads each at once; None where records may differ.
 
-    Args:
-        loader: has a batch sampler. Other processes that read for it take nobody's time: it is left
-            alone then.
+    Other processes that read for it take nobody's time: it is left alone then.
     """
     if loader.num_workers or loader.collate_fn is not default_collate or not collates_as_torch():
         return None

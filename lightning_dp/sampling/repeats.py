@@ -12,24 +12,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, TensorDataset
 
-__all__ = ["Repeat", "find_repeat"]
-
 Integers: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """A record that several rows of a training set are made of.
+    """A record that several rows of a training set are made of."""
 
-    Args:
-        source: the class of the innermost data set that holds it.
-        index: its index there.
-        count: rows of the training set that reach it.
-    """
-
-    source: str
-    index: object
-    count: int
+    source: str  # the class of the innermost data set that holds it
+    index: object  # in it
+    count: int  # rows of the training set that reach it
 
 
 def find_repeat(dataset: object) -> Repeat | None:

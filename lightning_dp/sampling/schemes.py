@@ -26,15 +26,6 @@ from lightning_dp.accounting.events import (
     sampled_gaussian,
 )
 
-__all__ = [
-    "AbstractSampling",
-    "BatchPlan",
-    "FullBatch",
-    "Poisson",
-    "TruncatedPoisson",
-    "check_sizes",
-]
-
 
 @dataclass(frozen=True)
 class BatchPlan:

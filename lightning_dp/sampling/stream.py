@@ -15,8 +15,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_dp._refusals import RefusedRun
 
-__all__ = ["Stream", "by_place", "in_workers"]
-
 _KEPT = 4096  # records that were read last, at most: they may be looked at again
 _END = object()
 _MORE = (
@@ -107,11 +105,7 @@ class Stream(Dataset[Any]):
 
 
 def by_place(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a loader of the same batches of a stream, whose records have places.
-
-    Args:
-        loader: of an ``IterableDataset`` with a length.
-    """
+    """Return a loader of the same batches of a stream with a length, whose records have places."""
     size = loader.batch_size or 1
     kept = max(size, min(2 * size, _KEPT))
     stays = not loader.num_workers

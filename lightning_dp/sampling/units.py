@@ -17,8 +17,6 @@ from torch.utils.data import ConcatDataset, Subset
 from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import normalise, whole
 
-__all__ = ["RowsOfUnits", "UserLevel", "is_by_user", "is_named", "name_by_user"]
-
 Integers = NDArray[np.int64]
 
 # What a journal calls the data set of a run by user: its ε does not add up with one of records.
@@ -79,12 +77,7 @@ class UserLevel:
             )
 
     def rows_of(self, dataset: Any, augmentations: int = 1) -> RowsOfUnits:
-        """Return the rows of each user of a training set.
-
-        Args:
-            dataset: with a length.
-            augmentations: times that each chosen row is read.
-        """
+        """Return the rows of each user of a training set, and how often each is read."""
         size = len(dataset)
         if isinstance(self.ids, str):
             ids = _named(dataset, self.ids)
@@ -106,22 +99,16 @@ class UserLevel:
 class RowsOfUnits:
     """The rows of the training set that belong to each unit, and what a step reads of them.
 
-    Args:
-        rows: one unit's after the other's.
-        starts: where each unit's begin, and the end, shape (units + 1,).
-        most_rows: k, read at most of a unit.
-        augmentations: times that each of them is read.
-
     Example:
         >>> rows = RowsOfUnits.single(4, augmentations=2)
         >>> [each.tolist() for each in rows.draw(np.array([3, 1]), np.random.default_rng())]
         [[3, 3, 1, 1], [0, 0, 1, 1]]
     """
 
-    rows: Integers = field(repr=False)
-    starts: Integers = field(repr=False)
-    most_rows: int
-    augmentations: int
+    rows: Integers = field(repr=False)  # one unit's after the other's
+    starts: Integers = field(repr=False)  # where each unit's begin, and the end, shape (units + 1,)
+    most_rows: int  # k, read at most of a unit
+    augmentations: int  # times that each of them is read
 
     @classmethod
     def single(cls, size: int, augmentations: int) -> RowsOfUnits:
@@ -214,11 +201,7 @@ def _as_array(ids: Any) -> NDArray[Any]:
 
 
 def _numbered(ids: Any) -> Integers:
-    """Return the number of each row's user, from 0 on.
-
-    Raises:
-        ValueError: where a row has no id: it would be nobody's, or another user's each time.
-    """
+    """Return the number of each row's user, from 0 on; a row without an id is refused."""
     array = _as_array(ids)
     if array.dtype != object:
         has_none = array.dtype.kind in "fcmM" and bool((array != array).any())

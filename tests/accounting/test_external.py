@@ -27,6 +27,7 @@ from lightning_dp.accounting.calibration import affordable_steps
 from lightning_dp.accounting.external import Declared
 from lightning_dp.accounting.guards import GDPGuard, RDPGuard
 from lightning_dp.accounting.pld import epsilon_curve
+from lightning_dp.accounting.rdp import declared_divergence
 
 PLD, RDP = PLDAccountant(), StreamingRDPAccountant()
 STEPS = (PoissonGaussian(1.0, 0.02), 100)
@@ -131,7 +132,7 @@ def test_renyi_divergences_are_those_of_dp_accounting():
         # with k = 2 answers and noise parameter p, the truth is told with probability 1 - p / 2
         theirs.compose(dp_event.RandomizedResponseDpEvent(2 * expit(-epsilon), 2), count)
     entries = [(zcdp(0.1), 3), (approximate(0.3), 2), (approximate(1e-4), 1), (approximate(3.0), 1)]
-    ours = Declared.of(entries, "add_remove").divergence(np.array(orders))
+    ours = declared_divergence(Declared.of(entries, "add_remove"), "add_remove", np.array(orders))
     np.testing.assert_allclose(ours, theirs._rdp, rtol=1e-9)
 
 

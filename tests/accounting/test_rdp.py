@@ -14,7 +14,7 @@ from opacus.accountants.analysis.rdp import compute_rdp
 from scipy.stats import norm
 
 from lightning_dp.accounting import Gaussian, PoissonGaussian, StreamingRDPAccountant
-from lightning_dp.accounting.renyi import total_divergence
+from lightning_dp.accounting.rdp import total_divergence
 from lightning_dp.accounting.steps import Steps
 
 EPSILON = StreamingRDPAccountant().epsilon
@@ -88,7 +88,7 @@ def test_a_few_terms_of_a_large_order_are_all_of_them(log_z, log_q, order):
     z, q = 10**log_z, 10**log_q
     few = divergence(z, q, order)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_dp.accounting.renyi._MANY", math.inf)
-        patch.setattr("lightning_dp.accounting.renyi._SMALL", 0.0)
+        patch.setattr("lightning_dp.accounting.rdp._MANY", math.inf)
+        patch.setattr("lightning_dp.accounting.rdp._SMALL", 0.0)
         every = divergence(z, q, order)
     assert every * (1 - 1e-9) <= few <= every * (1 + 1e-5) < math.inf

@@ -21,7 +21,7 @@ from lightning_dp.accounting import (
     delta,
     epsilon,
 )
-from lightning_dp.accounting._sampled import AllocationNode
+from lightning_dp.accounting._pmf import AllocationNode
 from lightning_dp.accounting.events import RandomAllocationEpoch, event_from_dict
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.journal import Charges

@@ -24,7 +24,7 @@ from lightning_dp.accounting import (
     delta,
     epsilon,
 )
-from lightning_dp.accounting._sampled import node_of
+from lightning_dp.accounting._pmf import node_of
 from lightning_dp.accounting.events import TruncatedGaussian, event_from_dict
 from lightning_dp.noise_plan import Budget
 from lightning_dp.sampling import BatchPlan
@@ -145,7 +145,7 @@ def density(found, z):
 def test_no_small_data_set_tells_more(relation, z, limit, rate):
     """All data of up to four values and a record, by integrals over the release."""
     for others in ([-1], [1, 1], [-1, -1, -1], [-1, -1, 1], [-1, -1, -1, -1]):
-        node = node_of(TruncatedGaussian(z, rate, limit, len(others)), relation)
+        node = node_of(TruncatedGaussian(z, rate, limit, len(others)))
         pmfs = [node.pmf(5e-3, -34.0, relation, backward, math.inf) for backward in (False, True)]
         swapped = [None] if relation == "add_remove" else [-1.0, 0.0]
         for without in swapped:
@@ -206,7 +206,7 @@ def test_the_chance_of_the_limit_is_a_binomial_tail(limit, n, q):
 def test_a_pmf_has_mass_at_both_ends_whatever_the_chance(backward):
     """Moments are taken from there: with nothing at an end, what is outside would be lost."""
     for limit in (1, 90, 150, 400, 1001):
-        node = node_of(TruncatedGaussian(1.0, 0.05, limit, 1000), "add_remove")
+        node = node_of(TruncatedGaussian(1.0, 0.05, limit, 1000))
         masses = node.pmf(1e-2, -30.0, "add_remove", backward, math.inf).probabilities
         assert masses[0] > 0 < masses[-1]
 
