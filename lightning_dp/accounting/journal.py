@@ -796,17 +796,40 @@ def federations_in(runs: Charges) -> dict[str, Charges]:
 
 
 def write_release_file(path: Path, progress: Progress, kept: Kept, note: bytes) -> None:
-    """Replace the file, durably: it is the old one or the new one at any moment."""
+    """Replace the file, durably: it is the old one or the new one at any moment.
+
+    :func:`append_progress` may add a line.
+    """
     contents = [*kept.values(), note]
     places = [[round_, part, len(sent)] for (round_, part), sent in kept.items()]
-    header = [_RELEASE_FORMAT, vars(progress), places, _crc_of(contents)]
-    line = checked_line(header, (", ", ": "))  # as earlier versions wrote it
     with replaced(path) as file:
-        file.writelines([line, *contents])
+        file.writelines([_line_of(progress, places, _crc_of(contents)), *contents])
 
 
 def _crc_of(contents: Iterable[bytes]) -> int:
     return functools.reduce(lambda check, content: zlib.crc32(content, check), contents, 0)
+
+
+def append_progress(path: Path, progress: Progress) -> bool:
+    """Write that a round begins behind the releases, durably; False, and nothing, where more is there.
+
+    The line counts instead of the first one. What a crash left of it does not: until all of it is on
+    the disk, the journal has no charge of that round, and a journal that has one is refused.
+    """
+    with open(path, "r+b") as file:
+        _, places, _ = _header(path, file.readline())
+        end = file.tell() + sum(length for *_, length in places)
+        if file.seek(0, os.SEEK_END) != end:
+            return False
+        file.write(_line_of(progress, [], 0))
+        file.flush()
+        os.fsync(file.fileno())
+    return True
+
+
+def _line_of(progress: Progress, places: Sequence[Sequence[int]], check: int) -> bytes:
+    line = [_RELEASE_FORMAT, vars(progress), places, check]
+    return checked_line(line, (", ", ": "))  # as earlier versions wrote it
 
 
 def read_release_file(path: Path) -> tuple[Progress, Kept, bytes]:
@@ -819,9 +842,17 @@ def read_release_file(path: Path) -> tuple[Progress, Kept, bytes]:
         progress, places, check = _header(path, file.readline())
         kept = {(round_, part): file.read(length) for round_, part, length in places}
         note = file.read()
-    if check != _crc_of([*kept.values(), note]):
+    if check == _crc_of([*kept.values(), note]):
+        return progress, kept, note
+    if check != _crc_of(kept.values()):
         raise _release_damaged(path)
-    return progress, kept, note
+    return _begun(path, note) or progress, kept, b""
+
+
+def _begun(path: Path, line: bytes) -> Progress | None:
+    """Return what :func:`append_progress` wrote; None for another thing, or the beginning of it."""
+    is_whole = line.endswith(b"\n") and _is_whole(line[:-1])
+    return _header(path, line)[0] if is_whole else None
 
 
 def _header(path: Path, line: bytes) -> tuple[Progress, list[list[int]], int]:
@@ -851,7 +882,9 @@ def progress_of_all(journal_path: Path) -> Iterator[tuple[Path, Progress]]:
     for path in sorted(journal_path.parent.iterdir()):
         if path.name.startswith(start) and path.suffix == ".release":
             with open(path, "rb") as file:
-                yield path, _header(path, file.readline(_LONGEST_HEADER))[0]
+                progress, places, _ = _header(path, file.readline(_LONGEST_HEADER))
+                file.seek(sum(length for *_, length in places), os.SEEK_CUR)
+                yield path, _begun(path, file.readline(_LONGEST_HEADER)) or progress
 
 
 def check_nothing_is_missing(

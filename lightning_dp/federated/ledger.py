@@ -31,6 +31,7 @@ from lightning_dp.accounting.journal import (
     Kept,
     Progress,
     Round,
+    append_progress,
     check_name,
     check_nothing_is_missing,
     file_name,
@@ -303,10 +304,10 @@ class ReleaseLedger:
                 if isinstance(error, VoidedRunError | UnsupportedModelError):
                     run.void(round_, getattr(error, "reason", text_of(error)))
                 asked = hashlib.sha256(request).hexdigest()
-                run.write(replace(run.progress, only=asked), run.kept)
+                run.write(replace(run.progress, only=asked), run.retained)
                 raise
             # On disk before it leaves: from now on this round has this release and no other.
-            kept = {**run.kept, (round_, part): content} if keep else run.kept
+            kept = {**run.retained, (round_, part): content} if keep else run.retained
             run.write(replace(now, parts=part + 1, only="" if keep else asked), kept)
             return content
 
@@ -372,8 +373,15 @@ class _OpenRun:
 
     @cached_property
     def kept(self) -> Kept:
-        """The releases that may be asked for again, by round and part; a new round needs none."""
+        """The releases that are on the disk, by round and part."""
         return read_release_file(self._path)[1]
+
+    @property
+    def retained(self) -> Kept:
+        """Those of them that may be asked for again next to the latest round's; a new one needs none."""
+        oldest = self.progress.begun - self._spending.retain + 1
+        is_first = self.progress.parts == 0 and self._spending.retain == 1
+        return {} if is_first else {at: sent for at, sent in self.kept.items() if at[0] >= oldest}
 
     def _read(self) -> Progress:
         runs, journal, spending = self._journal.runs, self._journal.path, self._spending
@@ -475,9 +483,9 @@ class _OpenRun:
             seed, charged = secrets.token_hex(16), self._charges()
             now = replace(now, begun=round_, parts=0, seed=seed, charged=charged, only="")
             now = replace(now, dataset=self._dataset, unit=self._spending.unit)
-            oldest = round_ - self._spending.retain + 1
-            kept = self.kept if self.progress.begun >= oldest else {}
-            self.write(now, {at: sent for at, sent in kept.items() if at[0] >= oldest})
+            self.progress = now
+            if not append_progress(self._path, now):  # behind one that was left out
+                self.write(now, self.retained)
         # The seed is on disk, and now the charge: a process that dies between makes the same batch,
         # and finds in the journal whatever of the round's events was written already.
         events = self._spending.events(round_)
