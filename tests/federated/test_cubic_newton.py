@@ -12,13 +12,16 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from lightning_dp import Constant, Poisson
 from lightning_dp.accounting import Gaussian, PoissonGaussian, epsilon
 from lightning_dp.boundary import BoundedSum
 from lightning_dp.estimators import CubicNewton
+from lightning_dp.federated import AsyncServer
 from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.federated.protocol import Message, MessageError
+from lightning_dp.noise_plan import NoisePlan
 from tests.federated.zoo import (
     CLIENTS,
     DELTA,
@@ -202,6 +205,23 @@ def test_a_round_is_amplified_once():
     fresh = plan(newton=replace(newton, fresh_batches=True)).events(1.5, 0.01)
     assert epsilon([(event, 1000) for event in fresh], 1e-5) == pytest.approx(2.17, abs=0.01)
     assert PLAN.events(0.8) == [Gaussian(0.8)]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_epsilon_by_the_plan_is_that_of_a_training_in_one_process(fresh):
+    z, q = 3.0, 0.05
+    agreed = plan(fresh_batches=fresh, noise_multiplier=z, sample_rate=q)
+    server = AsyncServer("trial", replace(agreed, clients=1), START, 1)
+    for t in range(PLAN.rounds):
+        zeros = Message("update", {"round": t}, {"update": START[:3] * 0})
+        assert server.receive(0, zeros.to_bytes())
+    alone = NoisePlan(z, Constant(), Poisson(), q, agreed.newton)
+    steps = PLAN.rounds * (NEWTON.inner_steps if fresh else 1)  # there a fresh batch is a step
+    expected = epsilon([alone.event(t) for t in range(steps)], DELTA)
+    found = epsilon(server.spent(RECORDS, 0), DELTA)
+    assert found == pytest.approx(expected, rel=1e-3) and 0.1 < found < 10
+    for unknown in ({"sample_rate": None}, {"noise_multiplier": None}):
+        assert replace(agreed, **unknown).cost(0, RECORDS) is None
 
 
 @pytest.mark.parametrize("fresh", [False, True])
