@@ -43,8 +43,6 @@ from lightning_dp.accounting.journal import (
 )
 from lightning_dp.accounting.pld import epsilon_curve
 from lightning_dp.accounting.rdp import OneOrderAccountant, order_of_budget
-from lightning_dp.accounting.renyi import total_divergence
-from lightning_dp.accounting.steps import Steps
 from lightning_dp.federated.protocol import MessageError
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.mechanism import BudgetExhausted
@@ -138,11 +136,8 @@ class Spending:
             return math.fsum(n * (factor / e.pair[0]) ** 2 for e, n in whole) <= mu**2
         # Divergences of one order add up over adaptive rounds. The order is fixed by the budget:
         # one chosen afterwards would depend on what was released.
-        order = order_of_budget(epsilon, delta)
-        pairs = np.array([event.pair for event, _ in whole])
-        steps = Steps(pairs[:, 0], pairs[:, 1], np.array([float(n) for _, n in whole]))
-        divergence = float(total_divergence(steps, relation, np.array([order]))[0])
-        return divergence + OneOrderAccountant(order).penalty(delta) <= epsilon
+        accountant = OneOrderAccountant(order_of_budget(epsilon, delta))
+        return accountant.epsilon(whole, delta, relation) <= epsilon
 
 
 def check_budget(target_epsilon: float, target_delta: float, relation: Relation) -> None:
