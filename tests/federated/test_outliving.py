@@ -7,7 +7,6 @@ import math
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,12 +35,12 @@ from tests.federated.zoo import (
     Federation,
     LogCosh,
     Z,
-    always,
     asynchronous,
     diff2,
     fcrn,
     files,
     history,
+    play,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:Diff2. the noise")
@@ -64,24 +63,6 @@ ALL = {**FEDERATIONS, **BOUNDED}
 @pytest.fixture(params=ALL)
 def federation(request: pytest.FixtureRequest) -> Federation:
     return ALL[request.param]
-
-
-def play(
-    server: AbstractServer,
-    make: Callable[[int], Any],
-    is_there: Callable[[int, int], bool] = always,
-    after: Callable[[], AbstractServer | None] = lambda: None,
-) -> AbstractServer:
-    """Ask who is there, and leave out the others, until it is done."""
-    while not server.is_done:
-        stage, late = server.stage, {c for c in server.awaited if not is_there(c, server.round)}
-        for c in sorted(server.awaited - late):
-            if server.stage == stage:
-                assert server.receive(c, make(c).answer(server.request(c)))
-                server = after() or server
-        if server.stage == stage and not server.is_done:
-            assert server.leave_out() == late
-    return server
 
 
 # -- away, and back ----------------------------------------------------------------------------

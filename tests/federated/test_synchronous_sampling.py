@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -216,17 +215,6 @@ def test_charges_of_another_run_do_not_stand_for_lost_ones(tmp_path):
     assert other.request(0) and central(tmp_path) == [(EVENT, 2)]
     with pytest.raises(JournalError, match="lacks charges of this run"):
         machine.request(0)
-
-
-def test_two_runs_over_one_list_at_once_wait_for_each_other(tmp_path):
-    def charge(run: str) -> None:
-        of = sampling(tmp_path)
-        for t in range(20):
-            of.ledger.release(of.spending(run, plan_of(), 20), t, 0, lambda rng: b"")
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(charge, ("one", "other")))
-    assert central(tmp_path) == [(EVENT, 40)]
 
 
 def test_clients_that_are_not_the_unit_and_updates_longer_than_it_are_refused(tmp_path):
