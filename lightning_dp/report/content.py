@@ -514,7 +514,7 @@ def render(pages: Sequence[Page], form: Literal["md", "html"], reader: Reader | 
 
 
 def filled(template: str, **values: object) -> str:
-    """Return a text of its own from a template."""
+    """Return the text of one template."""
     return _environment("txt").get_template(template).render(values).strip() + "\n"
 
 

@@ -347,7 +347,6 @@ def deployed(folder: Path, log: Any) -> tuple[Any, list[set[int]]]:
     server = server_app(
         *(lambda context: Weights(), at_the_server),
         **{
-            "num_clients": CLIENTS,
             "folder": folder / "out",
             "poll_interval": 0.001,
             "name": "trial",

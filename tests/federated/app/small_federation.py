@@ -82,7 +82,6 @@ def machine(context: Context, run: str, start: Any) -> Any:
 server = server_app(
     lambda context: Weights(),
     machine,
-    num_clients=clients,
     folder=lambda context: out(context) / "server",
     poll_interval=0.2,
     ttl=40.0,
