@@ -795,15 +795,16 @@ def federations_in(runs: Charges) -> dict[str, Charges]:
 # -- release files -----------------------------------------------------------------------------
 
 
-def write_release_file(path: Path, progress: Progress, kept: Kept, note: bytes) -> None:
-    """Replace the file, durably: it is the old one or the new one at any moment.
-
-    :func:`append_progress` may add a line.
-    """
-    contents = [*kept.values(), note]
-    places = [[round_, part, len(sent)] for (round_, part), sent in kept.items()]
+def write_release_file(path: Path, progress: Progress, kept: Kept) -> None:
+    """Replace the file, durably: it is the old one or the new one at any moment."""
     with replaced(path) as file:
-        file.writelines([_line_of(progress, places, _crc_of(contents)), *contents])
+        file.writelines([_line_of(progress, kept), *kept.values()])
+
+
+def _line_of(progress: Progress, kept: Kept) -> bytes:
+    places = [[round_, part, len(sent)] for (round_, part), sent in kept.items()]
+    line = [_RELEASE_FORMAT, vars(progress), places, _crc_of(kept.values())]
+    return checked_line(line, (", ", ": "))  # as earlier versions wrote it
 
 
 def _crc_of(contents: Iterable[bytes]) -> int:
@@ -821,19 +822,14 @@ def append_progress(path: Path, progress: Progress) -> bool:
         end = file.tell() + sum(length for *_, length in places)
         if file.seek(0, os.SEEK_END) != end:
             return False
-        file.write(_line_of(progress, [], 0))
+        file.write(_line_of(progress, {}))
         file.flush()
         os.fsync(file.fileno())
     return True
 
 
-def _line_of(progress: Progress, places: Sequence[Sequence[int]], check: int) -> bytes:
-    line = [_RELEASE_FORMAT, vars(progress), places, check]
-    return checked_line(line, (", ", ": "))  # as earlier versions wrote it
-
-
-def read_release_file(path: Path) -> tuple[Progress, Kept, bytes]:
-    """The progress, the releases that may be asked for again, and the note of the latest one.
+def read_release_file(path: Path) -> tuple[Progress, Kept]:
+    """Return the progress, and the releases that may be asked for again.
 
     Raises:
         JournalError: if it is damaged.
@@ -841,12 +837,10 @@ def read_release_file(path: Path) -> tuple[Progress, Kept, bytes]:
     with open(path, "rb") as file:
         progress, places, check = _header(path, file.readline())
         kept = {(round_, part): file.read(length) for round_, part, length in places}
-        note = file.read()
-    if check == _crc_of([*kept.values(), note]):
-        return progress, kept, note
-    if check != _crc_of(kept.values()):
+        rest = file.read()  # the next round, or what earlier versions noted
+    if check not in (_crc_of(kept.values()), _crc_of([*kept.values(), rest])):
         raise _release_damaged(path)
-    return _begun(path, note) or progress, kept, b""
+    return _begun(path, rest) or progress, kept
 
 
 def _begun(path: Path, line: bytes) -> Progress | None:

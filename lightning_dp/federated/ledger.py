@@ -497,5 +497,5 @@ class _OpenRun:
 
     def write(self, progress: Progress, kept: Kept) -> None:
         """Replace the release file, durably."""
-        write_release_file(self._path, progress, kept, b"")
+        write_release_file(self._path, progress, kept)
         self.progress, self.kept = progress, kept

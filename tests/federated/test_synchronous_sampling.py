@@ -289,8 +289,8 @@ def transcript(folder: Path, is_quiet: bool) -> tuple[list[Any], list[set[int]]]
         note(machine.round, machine.refused, machine.reason, machine.facts, repr(machine))
         note(machine.state_dict(), central(folder))
     (path,) = (folder / "central").glob("*.release")
-    progress, kept, rest = read_release_file(path)
-    note({**vars(progress), "seed": "random"}, {f"{at}": each for at, each in kept.items()}, rest)
+    progress, kept = read_release_file(path)
+    note({**vars(progress), "seed": "random"}, {f"{at}": each for at, each in kept.items()})
     note(sorted(each.name for each in folder.rglob("*")), machine.point)
     return found, draws
 
