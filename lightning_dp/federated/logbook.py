@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_dp._files import replaced
-from lightning_dp.accounting import PLDAccountant
+from lightning_dp.accounting import Gaussian, PLDAccountant
 from lightning_dp.federated.protocol import AbstractServer
 from lightning_dp.plotting import plot_federation, svg
 from lightning_dp.report.content import filled
@@ -221,9 +221,10 @@ def _ranges(rounds: list[int]) -> str:
 def _epsilon_of_plan(machine: AbstractServer, facts: Mapping[str, Any]) -> dict[str, float]:
     """Return ε of the rounds so far by the plan, at a client's own δ, relation and size."""
     try:
-        own = facts["num_records"], facts["client"]
-        history = machine.spent(*own) if facts["unit"] != "client" else None
-        at = (facts["delta"], facts["relation"])
+        is_whole, at = facts["unit"] == "client", (facts["delta"], facts["relation"])
+        history = machine.spent(1 if is_whole else facts["num_records"], facts["client"])
+        if history is not None and is_whole:  # no batch leaves out a whole client
+            history = [(Gaussian(event.pair[0]), count) for event, count in history]
         return {} if history is None else {"epsilon_of_plan": PLDAccountant().epsilon(history, *at)}
     except (KeyError, ValueError, ArithmeticError):  # facts may be left out, or tell of N = 0
         return {}

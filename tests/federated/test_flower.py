@@ -610,7 +610,7 @@ def history_length(folder: Path) -> int:
     return sum(len(history(folder / "ledgers", f"client-{c}")) for c in range(CLIENTS))
 
 
-@pytest.mark.parametrize("unit", ["record", "user"])
+@pytest.mark.parametrize("unit", ["record", "user", "client"])
 def test_a_client_answers_the_runs_on_its_list_only(tmp_path, log, unit):
     for name in (None, "diabetes 2026"):
         alone(
