@@ -109,9 +109,6 @@ class Spending:
         budget = (self.target_epsilon, self.target_delta, self.relation)
         plan = [self.events(i) for i in range(self.rounds)]
         charges = [event for each in plan for event in each]
-        whole = counted([*spent, *((event, 1) for event in charges)])
-        if PLDAccountant().epsilon(whole, *budget[1:]) <= self.target_epsilon:
-            return self.rounds
         fitting = affordable_steps(lambda n: charges[n], len(charges), *budget, spent=spent)
         return sum(end <= fitting for end in itertools.accumulate(len(each) for each in plan))
 
@@ -127,13 +124,10 @@ class Spending:
         whole = counted([*spent, *((event, 1) for event in charges)])
         if len(whole) == 1:  # whoever asks next, it is the same event again
             return PLDAccountant().epsilon(whole, delta, relation) <= epsilon
-        if any(event.pair[0] == 0 for event, _ in whole):
-            return False  # a release without noise fits into no finite ε
         if all(event.pair[1] == 1 for event, _ in whole):
-            # Gaussians, also chosen adaptively, are one with 1/z² = Σ 1/z_i², as long as it stays
-            # below μ² of the budget.
-            mu, factor = GDPGuard(epsilon, delta, relation, []).mu, check_relation(relation)
-            return math.fsum(n * (factor / e.pair[0]) ** 2 for e, n in whole) <= mu**2
+            *others, last = charges
+            before = [*spent, *((event, 1) for event in others)]
+            return GDPGuard(epsilon, delta, relation, before).fits(lambda: last)
         # Divergences of one order add up over adaptive rounds. The order is fixed by the budget:
         # one chosen afterwards would depend on what was released.
         accountant = OneOrderAccountant(order_of_budget(epsilon, delta))
