@@ -204,7 +204,6 @@ def measure_simulation(clients: int, size: int, rounds: int) -> None:
         server = server_app(
             lambda context: Linear(size),
             lambda context, run, start: AsyncServer(run, agreed, start, clients),
-            num_clients=clients,
             folder=Path(folder, "results"),
             evaluate=look,
         )

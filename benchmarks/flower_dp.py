@@ -175,7 +175,6 @@ def with_lightning_dp(kind: str, epochs: int, rounds: int, z: float, rate: float
                 *(run, plan, start, rounds, CLIENTS, CLIENTS, 1.0 if epochs else rate),
                 noise="server" if is_central else "client",
             ),
-            num_clients=CLIENTS,
             folder=Path(folder, "results"),
             evaluate=lambda context, module: scores.append(accuracy(module, TEST)) or {},
             poll_interval=0.001,

@@ -213,7 +213,7 @@ def test_a_federation_goes_on(of):
 
 def test_a_release_file_reads_back(of):
     (path,) = (of.folder / "federated").glob("*.release")
-    progress, kept, _ = read_release_file(path)
+    progress, kept = read_release_file(path)
     assert (progress.run, progress.charged) == ("trial", of.by.MADE)
     assert len(kept) == 1  # the latest, which may be asked for again
 

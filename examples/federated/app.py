@@ -87,7 +87,6 @@ def metrics(context: Context, module: nn.Module) -> dict[str, float]:
 server = server_app(
     lambda context: problem(context).module(),
     at_the_server,
-    num_clients=lambda context: problem(context).num_clients,
     folder=output,
     evaluate=metrics,
     ttl=300.0,

@@ -750,29 +750,58 @@ def federations_in(runs: Charges) -> dict[str, Charges]:
 # -- release files -----------------------------------------------------------------------------
 
 
-def write_release_file(path: Path, progress: Progress, kept: Kept, note: bytes) -> None:
+def write_release_file(path: Path, progress: Progress, kept: Kept) -> None:
     """Replace the file, durably: it is the old one or the new one at any moment."""
-    contents = [*kept.values(), note]
-    places = [[round_, part, len(sent)] for (round_, part), sent in kept.items()]
-    header = [_RELEASE_FORMAT, vars(progress), places, _crc_of(contents)]
-    line = checked_line(header, (", ", ": "))  # as earlier versions wrote it
     with replaced(path) as file:
-        file.writelines([line, *contents])
+        file.writelines([_line_of(progress, kept), *kept.values()])
+
+
+def _line_of(progress: Progress, kept: Kept) -> bytes:
+    places = [[round_, part, len(sent)] for (round_, part), sent in kept.items()]
+    line = [_RELEASE_FORMAT, vars(progress), places, _crc_of(kept.values())]
+    return checked_line(line, (", ", ": "))  # as earlier versions wrote it
 
 
 def _crc_of(contents: Iterable[bytes]) -> int:
     return functools.reduce(lambda check, content: zlib.crc32(content, check), contents, 0)
 
 
-def read_release_file(path: Path) -> tuple[Progress, Kept, bytes]:
-    """The progress, the releases that may be asked for again, and the note of the latest one."""
+def append_progress(path: Path, progress: Progress) -> bool:
+    """Write that a round begins behind the releases, durably; False, and nothing, where more is there.
+
+    The line counts instead of the first one. What a crash left of it does not: until all of it is on
+    the disk, the journal has no charge of that round, and a journal that has one is refused.
+    """
+    with open(path, "r+b") as file:
+        _, places, _ = _header(path, file.readline())
+        end = file.tell() + sum(length for *_, length in places)
+        if file.seek(0, os.SEEK_END) != end:
+            return False
+        file.write(_line_of(progress, {}))
+        file.flush()
+        os.fsync(file.fileno())
+    return True
+
+
+def read_release_file(path: Path) -> tuple[Progress, Kept]:
+    """Return the progress, and the releases that may be asked for again.
+
+    Raises:
+        JournalError: if it is damaged.
+    """
     with open(path, "rb") as file:
         progress, places, check = _header(path, file.readline())
         kept = {(round_, part): file.read(length) for round_, part, length in places}
-        note = file.read()
-    if check != _crc_of([*kept.values(), note]):
+        rest = file.read()  # the next round, or what earlier versions noted
+    if check not in (_crc_of(kept.values()), _crc_of([*kept.values(), rest])):
         raise _release_damaged(path)
-    return progress, kept, note
+    return _begun(path, rest) or progress, kept
+
+
+def _begun(path: Path, line: bytes) -> Progress | None:
+    """Return what :func:`append_progress` wrote; None for another thing, or the beginning of it."""
+    is_whole = line.endswith(b"\n") and _is_whole(line[:-1])
+    return _header(path, line)[0] if is_whole else None
 
 
 def _header(path: Path, line: bytes) -> tuple[Progress, list[list[int]], int]:
@@ -802,7 +831,9 @@ def progress_of_all(journal_path: Path) -> Iterator[tuple[Path, Progress]]:
     for path in sorted(journal_path.parent.iterdir()):
         if path.name.startswith(start) and path.suffix == ".release":
             with open(path, "rb") as file:
-                yield path, _header(path, file.readline(_LONGEST_HEADER))[0]
+                progress, places, _ = _header(path, file.readline(_LONGEST_HEADER))
+                file.seek(sum(length for *_, length in places), os.SEEK_CUR)
+                yield path, _begun(path, file.readline(_LONGEST_HEADER)) or progress
 
 
 def check_nothing_is_missing(

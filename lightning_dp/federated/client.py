@@ -335,14 +335,14 @@ def _check_vectors(records: Records, query: Query) -> None:
 
 def fingerprint(module: nn.Module) -> str:
     """Describe a module: names, shapes and dtypes of what is trained, checksums of what is not."""
-    found: tuple[list[Any], list[Any], list[Any]] = [], [], []  # trained, frozen, buffers
+    found: dict[str, dict[str, str]] = {"trained": {}, "frozen": {}, "buffers": {}}
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
-        kind, place = f"{tensor.dtype} {list(tensor.shape)}", 0
+        kind, part = f"{tensor.dtype} {list(tensor.shape)}", "trained"
         if not tensor.requires_grad:
             values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             kind = f"{kind} {zlib.crc32(values.numpy().tobytes()):08x}"
-            place = 1 if isinstance(tensor, nn.Parameter) else 2
-        found[place].append([name, kind])
+            part = "frozen" if isinstance(tensor, nn.Parameter) else "buffers"
+        found[part][name] = kind
     return json.dumps(found)
 
 
@@ -354,24 +354,23 @@ def check_fingerprint(of_the_server: str, here: str) -> None:
     """
     try:
         theirs, ours = (
-            [{str(name): str(value) for name, value in part} for part in json.loads(text)]
+            {part: {**json.loads(text)[part]} for part in ("trained", "frozen", "buffers")}
             for text in (of_the_server, here)
         )
-        (trained_there, *kept_there), (trained, *kept) = theirs, ours
-        (frozen, buffers) = (
-            ", ".join([name for name in {**a, **b} if a.get(name) != b.get(name)][:_SHOWN])
-            for a, b in zip(kept, kept_there, strict=True)
-        )
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, KeyError):
         raise MessageError("The server's description of its module cannot be read.") from None
-    is_permuted, nothing = trained.keys() == trained_there.keys(), ("nothing", "none")
-    pairs = itertools.zip_longest(trained.items(), trained_there.items(), fillvalue=nothing)
-    for (name, kind), (there, kind_there) in pairs:
-        if kind != kind_there or (is_permuted and name != there):
+    trained, there = ours["trained"], theirs["trained"]
+    pairs = itertools.zip_longest(trained.items(), there.items(), fillvalue=("nothing", "none"))
+    for (name, kind), (name_there, kind_there) in pairs:
+        if kind != kind_there or (trained.keys() == there.keys() and name != name_there):
             raise MessageError(
                 f"The trained parameters are not the server's: {name} ({kind}), where the server has "
-                f"{there} ({kind_there}). {_MODULE_CURE}"
+                f"{name_there} ({kind_there}). {_MODULE_CURE}"
             )
+    frozen, buffers = (
+        ", ".join([n for n in {**a, **b} if a.get(n) != b.get(n)][:_SHOWN])
+        for a, b in ((ours[part], theirs[part]) for part in ("frozen", "buffers"))
+    )
     if frozen:
         raise MessageError(
             f"The frozen parameters {frozen} are not those of the server's module, so what it trains "

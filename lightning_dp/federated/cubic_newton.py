@@ -75,6 +75,7 @@ class CubicNewtonPlan(RoundPlan):
         noise_multiplier, min_batch_size: z of a client's rounds at most, and q N at least, if they
             are agreed on. Then the server refuses updates that are longer than they allow. Where
             the client is the unit, ``min_batch_size`` is what its sums are divided by.
+        sample_rate: q of a client at most, if it is agreed on. Then the server computes ε by the plan.
 
     Raises:
         ValueError: naming the argument that is out of its range.
@@ -96,11 +97,13 @@ class CubicNewtonPlan(RoundPlan):
     whole_steps: bool = False
     noise_multiplier: float | None = None
     min_batch_size: float = 1.0
+    sample_rate: float | None = None
 
     def __post_init__(self) -> None:
         normalise(self, whole, "clients", "rounds")
         normalise(self, positive, "step_scale", "min_batch_size")
         normalise(self, optional(not_negative), "noise_multiplier")
+        normalise(self, optional(between("(0, 1]")), "sample_rate")
         normalise(self, flag, "whole_steps")
 
     # -- what it costs -----------------------------------------------------------------------
@@ -123,6 +126,11 @@ class CubicNewtonPlan(RoundPlan):
         noise_multiplier = not_negative("noise_multiplier", noise_multiplier)
         event = self.sampling(sample_rate).event(noise_multiplier, sample_rate)
         return [event] * (self.newton.inner_steps if self.newton.fresh_batches else 1)
+
+    def cost(self, i: int, num_records: int) -> list[AbstractEvent] | None:
+        if self.noise_multiplier is None or self.sample_rate is None:
+            return None
+        return self.events(self.noise_multiplier, self.sample_rate)
 
     # -- one client's step -------------------------------------------------------------------
 
@@ -219,7 +227,8 @@ class CubicNewtonClient(RoundClient):
         normalise(self, not_negative, "noise_multiplier")
         normalise(self, between("(0, 1]"), "sample_rate")
         instance("plan", self.plan, CubicNewtonPlan)
-        self._check_limit("noise_multiplier", self.noise_multiplier, self.plan.noise_multiplier)
+        for name in ("noise_multiplier", "sample_rate"):
+            self._check_limit(name, getattr(self, name), getattr(self.plan, name))
         budget = (self.target_epsilon, self.target_delta, self.relation)
         self._declare(self.plan.rounds, budget, self.seed)
         if not self.records.num_records >= 1:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_dp._files import fixed_folder, local_folder, replaced
 from lightning_dp._refusals import RefusedRun, RefusedSetting, text_of
-from lightning_dp._validate import above_0, instance, whole, whole_from_0
+from lightning_dp._validate import above_0, instance, whole_from_0
 from lightning_dp.accounting.base import Relation
 from lightning_dp.federated.client import Client, check_fingerprint, fingerprint
 from lightning_dp.federated.ledger import ReleaseLedger
@@ -193,7 +193,6 @@ def server_app(
     build: Callable[[Context], nn.Module],
     protocol: Callable[[Context, str, Tensor], AbstractServer],
     *,
-    num_clients: int | Callable[[Context], int],
     folder: str | Path | Callable[[Context], str | Path] = "federated",
     evaluate: Callable[[Context, nn.Module], Mapping[str, float]] | None = None,
     ttl: float = 600.0,
@@ -216,7 +215,6 @@ def server_app(
             at its trained weights; frozen ones do not go over the wire, and must be the clients'.
         protocol: the server's state machine, from Flower's context, the name of the run (no other
             run has it) and the trained parameters as a flat vector.
-        num_clients: how many clients take part, sooner or later.
         folder: where results go, and where a run that died is found again. A relative path is one
             from the working directory in which this function is called.
         evaluate: metrics of the global model, on data that the server may use. They are not
@@ -231,16 +229,12 @@ def server_app(
     """
     ttl, poll_interval = above_0("ttl", ttl), above_0("poll_interval", poll_interval)
     here = Path.cwd()
-    if not callable(num_clients):
-        num_clients = whole("num_clients", num_clients)
     if not callable(folder):
         folder = local_folder("folder", folder)
     app = ServerApp()
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        count = num_clients(context) if callable(num_clients) else num_clients
-        count = whole("num_clients", count)
         place = local_folder("folder", folder(context) if callable(folder) else folder, here)
         try:  # two servers would each noise the same sums
             place.mkdir(parents=True, exist_ok=True)
@@ -252,26 +246,20 @@ def server_app(
                 topic="federated-server",
             ) from None
         with lock:
-            work(context, grid, count, place)
+            work(context, grid, place)
 
-    def work(context: Context, grid: Grid, count: int, place: Path) -> None:
+    def work(context: Context, grid: Grid, place: Path) -> None:
         module = instance("build(context)", build(context), nn.Module)
         params = [param for param in module.parameters() if param.requires_grad]
         saved = _saved(place)
         run = saved["run"] if saved else name or secrets.token_hex(8)
         machine = protocol(context, run, flatten(params).to(flat_dtype(params)))
         instance("protocol(...)", machine, AbstractServer)  # type: ignore[type-abstract]
-        if (own := machine.num_clients) != count:
-            raise RefusedSetting(
-                f"num_clients={count} of server_app() is not num_clients={own} of the server that "
-                "protocol makes. Give both the number of clients.",
-                topic="federated-server",
-            )
         if saved:
             with _read(place / _STATE, KeyError, TypeError, AttributeError, IndexError):
                 machine.load_state_dict(saved["state"])
         metrics = (lambda: evaluate(context, module)) if evaluate else dict[str, float]
-        exchange = Exchange(grid, count, run, fingerprint(module), ttl, poll_interval)
+        exchange = Exchange(grid, machine.num_clients, run, fingerprint(module), ttl, poll_interval)
         is_sampled = getattr(machine, "sampling", None) is not None
         book = Logbook(place, run, is_new=saved is None, is_sampled=is_sampled)
         _ServerRun(run, machine, module, params, metrics, exchange, place, book).to_the_end()

@@ -31,6 +31,7 @@ from lightning_dp.accounting.journal import (
     Kept,
     Progress,
     Round,
+    append_progress,
     check_name,
     check_nothing_is_missing,
     file_name,
@@ -41,8 +42,7 @@ from lightning_dp.accounting.journal import (
     write_release_file,
 )
 from lightning_dp.accounting.pld import epsilon_curve
-from lightning_dp.accounting.rdp import OneOrderAccountant, order_of_budget, total_divergence
-from lightning_dp.accounting.steps import Steps
+from lightning_dp.accounting.rdp import OneOrderAccountant, order_of_budget
 from lightning_dp.federated.protocol import MessageError
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.mechanism import BudgetExhausted
@@ -109,9 +109,6 @@ class Spending:
         budget = (self.target_epsilon, self.target_delta, self.relation)
         plan = [self.events(i) for i in range(self.rounds)]
         charges = [event for each in plan for event in each]
-        whole = counted([*spent, *((event, 1) for event in charges)])
-        if PLDAccountant().epsilon(whole, *budget[1:]) <= self.target_epsilon:
-            return self.rounds
         fitting = affordable_steps(lambda n: charges[n], len(charges), *budget, spent=spent)
         return sum(end <= fitting for end in itertools.accumulate(len(each) for each in plan))
 
@@ -127,20 +124,14 @@ class Spending:
         whole = counted([*spent, *((event, 1) for event in charges)])
         if len(whole) == 1:  # whoever asks next, it is the same event again
             return PLDAccountant().epsilon(whole, delta, relation) <= epsilon
-        if any(event.pair[0] == 0 for event, _ in whole):
-            return False  # a release without noise fits into no finite ε
         if all(event.pair[1] == 1 for event, _ in whole):
-            # Gaussians, also chosen adaptively, are one with 1/z² = Σ 1/z_i², as long as it stays
-            # below μ² of the budget.
-            mu, factor = GDPGuard(epsilon, delta, relation, []).mu, check_relation(relation)
-            return math.fsum(n * (factor / e.pair[0]) ** 2 for e, n in whole) <= mu**2
+            *others, last = charges
+            before = [*spent, *((event, 1) for event in others)]
+            return GDPGuard(epsilon, delta, relation, before).fits(lambda: last)
         # Divergences of one order add up over adaptive rounds. The order is fixed by the budget:
         # one chosen afterwards would depend on what was released.
-        order = order_of_budget(epsilon, delta)
-        pairs = np.array([event.pair for event, _ in whole])
-        steps = Steps(pairs[:, 0], pairs[:, 1], np.array([float(n) for _, n in whole]))
-        divergence = float(total_divergence(steps, relation, np.array([order]))[0])
-        return divergence + OneOrderAccountant(order).penalty(delta) <= epsilon
+        accountant = OneOrderAccountant(order_of_budget(epsilon, delta))
+        return accountant.epsilon(whole, delta, relation) <= epsilon
 
 
 def check_budget(target_epsilon: float, target_delta: float, relation: Relation) -> None:
@@ -302,10 +293,10 @@ class ReleaseLedger:
                 if isinstance(error, VoidedRunError | UnsupportedModelError):
                     run.void(round_, getattr(error, "reason", text_of(error)))
                 asked = hashlib.sha256(request).hexdigest()
-                run.write(replace(run.progress, only=asked), run.kept)
+                run.write(replace(run.progress, only=asked), run.retained)
                 raise
             # On disk before it leaves: from now on this round has this release and no other.
-            kept = {**run.kept, (round_, part): content} if keep else run.kept
+            kept = {**run.retained, (round_, part): content} if keep else run.retained
             run.write(replace(now, parts=part + 1, only="" if keep else asked), kept)
             return content
 
@@ -371,8 +362,15 @@ class _OpenRun:
 
     @cached_property
     def kept(self) -> Kept:
-        """The releases that may be asked for again, by round and part; a new round needs none."""
+        """The releases that are on the disk, by round and part."""
         return read_release_file(self._path)[1]
+
+    @property
+    def retained(self) -> Kept:
+        """Those of them that may be asked for again next to the latest round's; a new one needs none."""
+        oldest = self.progress.begun - self._spending.retain + 1
+        is_first = self.progress.parts == 0 and self._spending.retain == 1
+        return {} if is_first else {at: sent for at, sent in self.kept.items() if at[0] >= oldest}
 
     def _read(self) -> Progress:
         runs, journal, spending = self._journal.runs, self._journal.path, self._spending
@@ -474,9 +472,9 @@ class _OpenRun:
             seed, charged = secrets.token_hex(16), self._charges()
             now = replace(now, begun=round_, parts=0, seed=seed, charged=charged, only="")
             now = replace(now, dataset=self._dataset, unit=self._spending.unit)
-            oldest = round_ - self._spending.retain + 1
-            kept = self.kept if self.progress.begun >= oldest else {}
-            self.write(now, {at: sent for at, sent in kept.items() if at[0] >= oldest})
+            self.progress = now
+            if not append_progress(self._path, now):  # behind one that was left out
+                self.write(now, self.retained)
         # The seed is on disk, and now the charge: a process that dies between makes the same batch,
         # and finds in the journal whatever of the round's events was written already.
         events = self._spending.events(round_)
@@ -493,5 +491,5 @@ class _OpenRun:
 
     def write(self, progress: Progress, kept: Kept) -> None:
         """Replace the release file, durably."""
-        write_release_file(self._path, progress, kept, b"")
+        write_release_file(self._path, progress, kept)
         self.progress, self.kept = progress, kept

@@ -13,30 +13,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_dp._files import replaced
-from lightning_dp.accounting import PLDAccountant
-from lightning_dp.accounting.base import epsilon_text
+from lightning_dp.accounting import Gaussian, PLDAccountant
 from lightning_dp.federated.protocol import AbstractServer
 from lightning_dp.plotting import plot_federation, svg
+from lightning_dp.report.content import filled
 
 _log = logging.getLogger("lightning_dp.federated")
 
 _ROUNDING = 1 - 1e-3  # of claims: an accountant is about that accurate
 _COLUMNS = ("round", "client", "answered", "epsilon")
 _UNITS = {"record": "its records", "user": "its users", "client": "its data as a whole"}
-_USERS = "- Users have all of their records. Assumed: each has one id, and is at one client only."
-_ANNEX = """
-- ε is what each client claims, from its own ledger: about {units}, by all runs over its data.
-  By the plan: what this run's rounds cost at the noise that was agreed on, where it was.
-- Who answered and who was left out is public here; no ε covers it.
-"""
-_TABLE = [
-    "![ε of each client over the rounds, and who was there](federation.svg)\n",
-    "| client | N | ε | ε by the plan | at | rounds answered | left out of rounds |",
-    "| --- | --- | --- | --- | --- | --- | --- |",
-]
-_SAMPLED = """- ε = {} at δ = {}, {}, of a whole client, by all runs over the list of clients, from the
-  server's ledger. It is for who sees released models, and not who was drawn. The server
-  had sums without noise, and its own files name clients."""
 
 
 class Problem(NamedTuple):
@@ -212,45 +198,15 @@ def federation_page(summary: Mapping[str, Any], attendance: Iterable[Presence]) 
             answered[presence.client] += 1
         else:
             absent.setdefault(presence.client, []).append(presence.round)
+    told = {int(name): facts for name, facts in summary["clients"].items()}
     numbers = [f"{count} {name}" for name, count in summary.items() if type(count) is int]
     numbers += [f"{name} {value}" for name, value in summary["metrics"].items()]
-    lines = [
-        f"# Federation `{summary['run']}`\n",
-        f"{', '.join(numbers)}. It ended: {summary['ended']}.\n",
+    clients = [
+        (client, told.get(client, {}), answered[client], _ranges(absent.get(client, [])))
+        for client in sorted({*told, *answered, *absent})
     ]
-    units, remarks = set[str](), list[str]()
-    names = sorted({*summary["clients"], *map(str, (*answered, *absent))}, key=int)
-    lines += _TABLE if names else []
-    for name in names:
-        facts, client = summary["clients"].get(name, {}), int(name)
-        unit, relation = facts.get("unit", ""), facts.get("relation", "unknown relation")
-        units |= {_UNITS[unit]} if unit else set()
-        at = f"δ = {_number(facts, 'delta')}, {relation}, {unit or 'unknown unit'}" if facts else ""
-        epsilons = f"{_number(facts, 'epsilon')} | {_number(facts, 'epsilon_of_plan')} | {at}"
-        rounds = f"{answered[client]} | {_ranges(absent.get(client, []))}"
-        lines.append(f"| {name} | {_number(facts, 'num_records')} | {epsilons} | {rounds} |")
-        if facts.get("seeded"):
-            remarks.append(
-                f"- Client {name} draws repeatable noise: a test, which protects nobody."
-            )
-        if facts.get("trusts_server"):
-            remarks.append(f"- Client {name} gave the server sums without noise, which it noised.")
-    if "epsilon" in summary:  # of the server's ledger
-        epsilon, delta = _number(summary, "epsilon"), _number(summary, "delta")
-        remarks.append(_SAMPLED.format(epsilon, delta, summary["relation"]))
-    if summary.get("seeded"):
-        remarks.append("- The server draws repeatable noise: a test, which protects nobody.")
-    remarks += [_USERS] * (_UNITS["user"] in units)
-    annex = _ANNEX.format(units=" or ".join(sorted(units)) or "its data") if names else ""
-    return "\n".join([*lines, annex + "\n".join(remarks)]).rstrip() + "\n"
-
-
-def _number(facts: Mapping[str, Any], name: str) -> str:
-    """Return a fact as text; an infinite one is a text already."""
-    if name not in facts:
-        return ""
-    value = float(facts[name])
-    return epsilon_text(value) if name.startswith("epsilon") else f"{value:.12g}"
+    units = sorted({_UNITS[facts["unit"]] for facts in told.values() if facts.get("unit")})
+    return filled("federation.j2", summary=summary, numbers=numbers, clients=clients, units=units)
 
 
 def _ranges(rounds: list[int]) -> str:
@@ -265,9 +221,10 @@ def _ranges(rounds: list[int]) -> str:
 def _epsilon_of_plan(machine: AbstractServer, facts: Mapping[str, Any]) -> dict[str, float]:
     """Return ε of the rounds so far by the plan, at a client's own δ, relation and size."""
     try:
-        own = facts["num_records"], facts["client"]
-        history = machine.spent(*own) if facts["unit"] != "client" else None
-        at = (facts["delta"], facts["relation"])
+        is_whole, at = facts["unit"] == "client", (facts["delta"], facts["relation"])
+        history = machine.spent(1 if is_whole else facts["num_records"], facts["client"])
+        if history is not None and is_whole:  # no batch leaves out a whole client
+            history = [(Gaussian(event.pair[0]), count) for event, count in history]
         return {} if history is None else {"epsilon_of_plan": PLDAccountant().epsilon(history, *at)}
     except (KeyError, ValueError, ArithmeticError):  # facts may be left out, or tell of N = 0
         return {}

@@ -460,6 +460,11 @@ def render(pages: Sequence[Page], form: Literal["md", "html"], reader: Reader | 
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
+def filled(template: str, **values: object) -> str:
+    """Return the text of one template."""
+    return _environment("txt").get_template(template).render(values).strip() + "\n"
+
+
 @cache
 def _environment(form: str) -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
-from lightning_dp._noise import NoiseSource
-from lightning_dp.accounting import PLDAccountant, PoissonGaussian
+from lightning_dp.accounting import PoissonGaussian
 from lightning_dp.federated import (
     AsyncClient,
     AsyncPlan,
@@ -102,37 +100,6 @@ def test_each_update_is_applied_once_and_no_one_is_too_far_ahead(tmp_path, lag, 
         assert history(tmp_path, f"client-{c}") == [(PoissonGaussian(Z, q), 1) for q in rates]
 
 
-def test_without_noise_and_clipping_it_is_gradient_descent(tmp_path):
-    """All records in each batch, lag 1: x ← x - η Σ g over all clients."""
-    full = AsyncPlan(5, PolynomialSizes(0, RECORDS), InverseSteps(0.01))
-    server = AsyncServer("trial", full, START, CLIENTS)
-    make = asynchronous(full, noise=0.0, clip_norm=math.inf).clients(tmp_path)
-    through_a_bad_network(server, make, 0)
-    x = START
-    for _ in range(5):
-        x = x - 0.01 * sum(LogCosh(seed=c).rows(x).sum(0) for c in range(CLIENTS))
-    torch.testing.assert_close(server.point, x)
-    assert x.norm() > 0.5 and math.isinf(make(0).epsilon)
-
-
-def test_a_client_without_budget_leaves_before_the_round_that_would_exceed_it(tmp_path):
-    the_plan = plan(lag=2, rounds=12)
-    events = [(PoissonGaussian(Z, the_plan.sizes(i) / RECORDS), 1) for i in range(12)]
-    target = PLDAccountant().epsilon(events[:5], 1e-5) * 1.001
-    make = asynchronous(the_plan).clients(tmp_path)
-    poor = asynchronous(the_plan).clients(tmp_path, target_epsilon=target)
-    server = AsyncServer("trial", the_plan, START, CLIENTS)
-    through_a_bad_network(server, lambda c: poor(c) if c == 1 else make(c), 3)
-    assert server.applied == [12, 5, 12]
-    assert poor(1).epsilon <= target < PLDAccountant().epsilon(events[:6], 1e-5)
-    last = AsyncServer("other", the_plan, START, 2)
-    through_a_bad_network(
-        last, asynchronous(the_plan).clients(tmp_path, target_epsilon=1e-6, run="other"), 0
-    )
-    reason = "1 of the clients have budget left, and a round needs 2"
-    assert (last.applied, last.reason) == ([0, 0], reason)
-
-
 def test_a_server_that_goes_on_has_the_precision_of_its_state(tmp_path):
     the_plan = plan(lag=2)
     one = AsyncServer("trial", the_plan, START + 0.1, 2)
@@ -148,23 +115,6 @@ def test_a_server_that_goes_on_has_the_precision_of_its_state(tmp_path):
 
 
 # -- the client --------------------------------------------------------------------------------
-
-
-def test_one_noised_sum_of_one_model_is_what_leaves(tmp_path):
-    """1500 rounds of one record: mean q clip(g), variance q(1-q) clip² + z² C²; not a factor off."""
-    records, rounds = LogCosh(1), 1500
-    many = AsyncPlan(rounds, PolynomialSizes(0, 1), InverseSteps(1e-9))
-    privacy = ClientPrivacy(0.5, 3.0, math.inf)
-    ledger = ReleaseLedger(tmp_path, "data")
-    one = AsyncClient(records, many, privacy, ledger, run="trial", share=0.5)
-    rng, source = np.random.default_rng(0), NoiseSource()
-    sums = torch.stack([one.update(0, START, rng, source) for _ in range(rounds)])
-    gradient = records.rows(START)[0]
-    clipped = gradient * min(1.0, 0.5 / float(gradient.norm()))
-    spread = math.sqrt((1.5**2 + 0.25 * 0.25) / rounds)
-    assert float((sums.mean(0) - 0.5 * clipped).abs().max()) < 5 * spread
-    expected = 1.5**2 + 0.25 * float(clipped.square().mean())
-    assert float(sums.var(0).mean()) == pytest.approx(expected, rel=0.1)
 
 
 def test_shares_scale_the_batches_and_noise_may_depend_on_the_round(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import lightning as L
 import pytest
@@ -12,13 +11,16 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from lightning_dp import Constant, Poisson
 from lightning_dp.accounting import Gaussian, PoissonGaussian, epsilon
 from lightning_dp.boundary import BoundedSum
 from lightning_dp.estimators import CubicNewton
+from lightning_dp.federated import AsyncServer
 from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.federated.protocol import Message, MessageError
+from lightning_dp.noise_plan import NoisePlan
 from tests.federated.zoo import (
     CLIENTS,
     DELTA,
@@ -26,10 +28,10 @@ from tests.federated.zoo import (
     RECORDS,
     SIZE,
     START,
-    Federation,
     LogCosh,
     fcrn,
     history,
+    play,
     summed,
 )
 
@@ -39,15 +41,6 @@ PLAN = CubicNewtonPlan(NEWTON, clients=CLIENTS, rounds=3, step_scale=0.7)
 def plan(**changes) -> CubicNewtonPlan:
     own = {k: changes.pop(k) for k in [*changes] if hasattr(PLAN, k)}
     return replace(PLAN, **{"newton": replace(NEWTON, **changes), **own})
-
-
-def in_turn(federation: Federation, folder: Path) -> torch.Tensor:
-    """The model at the end, on a good network."""
-    server, make = federation.begin(), federation.clients(folder)
-    while not server.is_done:
-        for c in range(CLIENTS):
-            server.receive(c, make(c).answer(server.request(c) or b""))
-    return server.point
 
 
 def asked(model=START, **changes) -> bytes:
@@ -92,7 +85,7 @@ class Answers:
 )
 def test_the_federation_is_its_twin(tmp_path, whole_steps, changes, noise, rate):
     federation = fcrn(plan(**changes, whole_steps=whole_steps), noise, rate)
-    end = in_turn(federation, tmp_path)
+    end = play(federation.begin(), federation.clients(tmp_path)).point
     torch.testing.assert_close(end, federation.twin(), rtol=0, atol=1e-12)
     assert float((end - START).norm()) > 0.05
     for c in range(CLIENTS):
@@ -105,7 +98,8 @@ def test_one_inner_step_is_fed_sgd(tmp_path):
     x = START
     for _ in range(4):
         x = x - 0.6 * sum(LogCosh(seed=c).rows(x).mean(0) for c in range(CLIENTS)) / CLIENTS
-    torch.testing.assert_close(in_turn(federation, tmp_path), x, rtol=0, atol=1e-12)
+    end = play(federation.begin(), federation.clients(tmp_path)).point
+    torch.testing.assert_close(end, x, rtol=0, atol=1e-12)
 
 
 class Module(L.LightningModule):
@@ -176,24 +170,6 @@ def test_one_record_moves_no_answer_by_more_than_the_noise_is_made_for(tmp_path,
     assert 0.999 < max(ratios) <= 1 + 1e-9
 
 
-@pytest.mark.parametrize("keep", [500, 4000])
-def test_the_noise_in_a_message_has_the_size_it_was_booked_with(tmp_path, keep):
-    """Records whose gradient is 0: -(d/k) η z Δ / N is all that is sent, with Δ = √(k/d) C."""
-    newton = CubicNewton(1.0, 0.0, 1, max_grad_norm=0.5, keep=keep, max_step_size=0.2)
-
-    def zeros(query):
-        return BoundedSum(torch.zeros(query.size(4000), dtype=torch.float64), query.clip_norm)
-
-    one = client(
-        tmp_path, CubicNewtonPlan(newton, 1, 1), Answers(zeros, 10), noise=6.0, rate=1.0, seed=None
-    )
-    reply = Message.from_bytes(one.answer(asked(torch.zeros(4000, dtype=torch.float64))))
-    sent, ratio = reply.tensor("update"), 4000 / keep
-    expected = ratio * 0.2 * 6.0 * 0.5 / math.sqrt(ratio) / 10
-    assert float(sent.std()) == pytest.approx(expected, rel=4 / math.sqrt(2 * keep))
-    assert float(sent.mean()) == pytest.approx(0, abs=4 * expected / math.sqrt(keep))
-
-
 def test_a_round_is_amplified_once():
     """z_s = 1.5, τ = 5, q = .01, T = 1000: 5.25, not the 2.17 of 5000 steps on fresh batches."""
     newton = CubicNewton(1.0, 0.0, inner_steps=5)
@@ -205,11 +181,20 @@ def test_a_round_is_amplified_once():
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_a_batch_is_sampled_once_for_a_round_or_for_each_inner_step(tmp_path, fresh):
-    records = LogCosh()
-    client(tmp_path, plan(fresh_batches=fresh), records).answer(asked())
-    batches = [tuple(batch) for _, batch in records.asked]
-    assert len(batches) == 4 and (len(set(batches)) > 1) is fresh
+def test_epsilon_by_the_plan_is_that_of_a_training_in_one_process(fresh):
+    z, q = 3.0, 0.05
+    agreed = plan(fresh_batches=fresh, noise_multiplier=z, sample_rate=q)
+    server = AsyncServer("trial", replace(agreed, clients=1), START, 1)
+    for t in range(PLAN.rounds):
+        zeros = Message("update", {"round": t}, {"update": START[:3] * 0})
+        assert server.receive(0, zeros.to_bytes())
+    alone = NoisePlan(z, Constant(), Poisson(), q, agreed.newton)
+    steps = PLAN.rounds * (NEWTON.inner_steps if fresh else 1)  # there a fresh batch is a step
+    expected = epsilon([alone.event(t) for t in range(steps)], DELTA)
+    found = epsilon(server.spent(RECORDS, 0), DELTA)
+    assert found == pytest.approx(expected, rel=1e-3) and 0.1 < found < 10
+    for unknown in ({"sample_rate": None}, {"noise_multiplier": None}):
+        assert replace(agreed, **unknown).cost(0, RECORDS) is None
 
 
 def test_a_round_that_diverged_moves_nothing_and_draws_no_second_noise(tmp_path, caplog):

@@ -103,7 +103,7 @@ def client_of(federation: Federation, folder: Path, records=LogCosh, **settings:
 
 
 def server_of(make: Callable[[str, Tensor], Any], place: Path, **changes: Any) -> Any:
-    settings = {"num_clients": CLIENTS, "poll_interval": 0.001, **changes}
+    settings = {"poll_interval": 0.001, **changes}
     start = settings.pop("start", START)
     return server_app(
         lambda context: Weights(start),
@@ -136,7 +136,7 @@ def alone(
     server = server_app(
         lambda context: module(),
         lambda context, run, x: AsyncServer(run, plan, x, 1, Quorum(patience=0.5)),
-        **{"num_clients": 1, "folder": place / "server", "poll_interval": 0.001, "name": name},
+        **{"folder": place / "server", "poll_interval": 0.001, "name": name},
     )
     LoopbackGrid(client, 1).start(server)
 
@@ -345,10 +345,10 @@ def serve(folder: Path, rounds: int, client: Any, **changes: Any) -> LoopbackGri
     limits = changes.pop("limits", {})
     plan = AsyncPlan(rounds, PolynomialSizes(a=0, b=8), InverseSteps(0.5), **limits)
     grid = changes.pop("grid", LoopbackGrid)(client, changes.pop("nodes", CLIENTS))
-    count, quorum = changes.get("num_clients", CLIENTS), changes.pop("quorum", EVERYBODY)
+    quorum = changes.pop("quorum", EVERYBODY)
 
     def server(run: str, x: Tensor) -> AsyncServer:
-        return AsyncServer(run, plan, x, count, quorum)
+        return AsyncServer(run, plan, x, CLIENTS, quorum)
 
     grid.start(server_of(server, folder, start=WIDE, **changes))
     return grid
@@ -610,7 +610,7 @@ def history_length(folder: Path) -> int:
     return sum(len(history(folder / "ledgers", f"client-{c}")) for c in range(CLIENTS))
 
 
-@pytest.mark.parametrize("unit", ["record", "user"])
+@pytest.mark.parametrize("unit", ["record", "user", "client"])
 def test_a_client_answers_the_runs_on_its_list_only(tmp_path, log, unit):
     for name in (None, "diabetes 2026"):
         alone(
@@ -751,17 +751,6 @@ def test_a_node_that_comes_back_with_a_new_id_takes_its_number_when_the_old_one_
     assert exchange.nodes == {0: 100}
     del grid._nodes[100]
     look(lambda: exchange.nodes == {0: new})
-
-
-@pytest.mark.parametrize("bad", [None, 2, 4])
-def test_another_number_of_clients_is_refused_before_anybody_is_asked(tmp_path, bad):
-    def client(message: Message, context: Context) -> Message:
-        raise AssertionError("nobody is asked")
-
-    for given in (bad, lambda context: bad):
-        with pytest.raises(ValueError, match="num_clients="):
-            server = server_of(SGD.server, tmp_path, num_clients=given)
-            LoopbackGrid(client, CLIENTS).start(server)
 
 
 # -- arguments, folders, modules ---------------------------------------------------------------

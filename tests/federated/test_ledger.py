@@ -167,16 +167,48 @@ def test_it_is_charged_on_disk_and_locked_when_data_is_touched(tmp_path, monkeyp
     assert cache.stat().st_mode & 0o077 == 0  # for this user only
 
 
-def test_a_round_that_begins_writes_no_reply_of_the_round_before(tmp_path):
-    sizes = []
+def test_a_round_waits_four_times_for_the_disk_and_writes_its_reply_once(tmp_path, monkeypatch):
+    """That it has begun, one line; the charge; the reply, and the name of its file."""
+    waits, sizes, fsync = [], [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (waits.append(1), fsync(descriptor)))
 
     def large(rng):
-        sizes.extend(path.stat().st_size for path in tmp_path.glob("*.release"))
+        sizes.append((len(waits), release_of(tmp_path, "trial").stat().st_size))
         return bytes(10_000)
 
-    for i in range(3):
+    of(tmp_path).release(spending(), 0, 0, large)
+    for i in range(1, 4):
+        del waits[:]
         of(tmp_path).release(spending(), i, 0, large)
-    assert len(sizes) == 3 and max(sizes) < 1000
+        assert len(waits) == 4
+    assert all(made == 2 and 10_000 < size < 11_000 for made, size in sizes[1:])
+
+
+def test_a_line_that_a_crash_cut_does_not_count_and_one_that_was_lost_is_noticed(tmp_path):
+    """Cut a round's beginning anywhere: before its charge it begins anew, after it nothing goes on."""
+    left = of(tmp_path).release(spending(), 0, 0, noise)
+    path, journal = release_of(tmp_path, "trial"), of(tmp_path).journal_path
+    whole, before = path.read_bytes(), journal.read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        of(tmp_path).release(spending(), 1, 0, dies)
+    begun, charged = path.read_bytes(), journal.read_bytes()
+    assert begun.startswith(whole) and begun.endswith(b"\n") and charged.startswith(before)
+    for end in [*range(len(whole), len(begun), 37), len(begun) - 1, len(begun)]:
+        for content in (before, charged):
+            path.write_bytes(begun[:end])
+            journal.write_bytes(content)
+            if content == charged and end < len(begun):
+                with pytest.raises(JournalError, match="an old copy"):
+                    of(tmp_path).release(spending(), 1, 0, noise)
+                continue
+            assert of(tmp_path).release(spending(), 0, 0, noise) == left
+            sent = of(tmp_path).release(spending(), 1, 0, noise)
+            assert of(tmp_path).release(spending(), 1, 0, noise) == sent
+            assert history(tmp_path) == [(EVENTS[0], 1), (EVENTS[1], 1)]
+            assert read_release_file(path)[1] == {(1, 0): sent}
+    path.write_bytes(whole[:-1] + begun[len(whole) :])  # the reply before it is not whole
+    with pytest.raises(JournalError, match="its checksum is wrong"):
+        read_release_file(path)
 
 
 def test_parts_of_a_round_share_a_batch_and_a_charge(tmp_path):

@@ -7,7 +7,6 @@ import math
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,12 +35,12 @@ from tests.federated.zoo import (
     Federation,
     LogCosh,
     Z,
-    always,
     asynchronous,
     diff2,
     fcrn,
     files,
     history,
+    play,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:Diff2. the noise")
@@ -54,7 +53,7 @@ BOUNDED = {
     "DP-FCRN, bounded": fcrn(
         CubicNewtonPlan(
             *(replace(NEWTON, fresh_batches=True), CLIENTS, 4),
-            **{"noise_multiplier": 0.8, "min_batch_size": 0.5 * RECORDS},
+            **{"noise_multiplier": 0.8, "min_batch_size": 0.5 * RECORDS, "sample_rate": 0.5},
         )
     ),
 }
@@ -64,24 +63,6 @@ ALL = {**FEDERATIONS, **BOUNDED}
 @pytest.fixture(params=ALL)
 def federation(request: pytest.FixtureRequest) -> Federation:
     return ALL[request.param]
-
-
-def play(
-    server: AbstractServer,
-    make: Callable[[int], Any],
-    is_there: Callable[[int, int], bool] = always,
-    after: Callable[[], AbstractServer | None] = lambda: None,
-) -> AbstractServer:
-    """Ask who is there, and leave out the others, until it is done."""
-    while not server.is_done:
-        stage, late = server.stage, {c for c in server.awaited if not is_there(c, server.round)}
-        for c in sorted(server.awaited - late):
-            if server.stage == stage:
-                assert server.receive(c, make(c).answer(server.request(c)))
-                server = after() or server
-        if server.stage == stage and not server.is_done:
-            assert server.leave_out() == late
-    return server
 
 
 # -- away, and back ----------------------------------------------------------------------------
@@ -385,16 +366,19 @@ def test_a_client_whose_settings_exceed_the_plan_is_refused_before_a_round(tmp_p
     ):
         with pytest.raises(ValueError, match=match):
             asynchronous(replace(ASYNC, **changes)).clients(tmp_path)(0)
-    few = CubicNewtonPlan(NEWTON, CLIENTS, 4, noise_multiplier=0.8, min_batch_size=RECORDS)
-    with pytest.raises(ValueError, match="min_batch_size"):
-        fcrn(few).clients(tmp_path)(0)
+    for changes, match in (
+        ({"noise_multiplier": 0.8, "min_batch_size": RECORDS}, "min_batch_size"),
+        ({"sample_rate": 0.4}, r"sample_rate=0\.5 exceeds the sample_rate=0\.4"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            fcrn(CubicNewtonPlan(NEWTON, CLIENTS, 4, **changes)).clients(tmp_path)(0)
 
 
 def test_what_the_plan_says_of_epsilon_is_what_honest_clients_pay(tmp_path):
     known = "DIFF2, noisy clients", "BVR-L-SGD, noisy clients"
-    for federation in (BOUNDED["asynchronous, bounded"], *(FEDERATIONS[name] for name in known)):
+    for federation in (*BOUNDED.values(), *(FEDERATIONS[name] for name in known)):
         end = play(federation.begin(TWO), federation.clients(tmp_path / f"{id(federation)}"))
-        assert end.round == ROUNDS
+        assert end.round == getattr(end.plan, "rounds", ROUNDS)
         for c in range(CLIENTS):
             assert Counter(dict(end.spent(RECORDS, c))) == Counter(dict(federation.events(c)))
     assert FEDERATIONS["asynchronous"].begin().spent(RECORDS, 0) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -218,17 +217,6 @@ def test_charges_of_another_run_do_not_stand_for_lost_ones(tmp_path):
         machine.request(0)
 
 
-def test_two_runs_over_one_list_at_once_wait_for_each_other(tmp_path):
-    def charge(run: str) -> None:
-        of = sampling(tmp_path)
-        for t in range(20):
-            of.ledger.release(of.spending(run, plan_of(), 20), t, 0, lambda rng: b"")
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(charge, ("one", "other")))
-    assert central(tmp_path) == [(EVENT, 40)]
-
-
 def test_clients_that_are_not_the_unit_and_updates_longer_than_it_are_refused(tmp_path):
     machine = server(tmp_path)
     with pytest.raises(MessageError, match=r"counts by unit='client', and this client by unit='re"):
@@ -301,8 +289,8 @@ def transcript(folder: Path, is_quiet: bool) -> tuple[list[Any], list[set[int]]]
         note(machine.round, machine.refused, machine.reason, machine.facts, repr(machine))
         note(machine.state_dict(), central(folder))
     (path,) = (folder / "central").glob("*.release")
-    progress, kept, rest = read_release_file(path)
-    note({**vars(progress), "seed": "random"}, {f"{at}": each for at, each in kept.items()}, rest)
+    progress, kept = read_release_file(path)
+    note({**vars(progress), "seed": "random"}, {f"{at}": each for at, each in kept.items()})
     note(sorted(each.name for each in folder.rglob("*")), machine.point)
     return found, draws
 
@@ -359,7 +347,6 @@ def deployed(folder: Path, log: Any) -> tuple[Any, list[set[int]]]:
     server = server_app(
         *(lambda context: Weights(), at_the_server),
         **{
-            "num_clients": CLIENTS,
             "folder": folder / "out",
             "poll_interval": 0.001,
             "name": "trial",

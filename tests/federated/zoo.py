@@ -125,6 +125,24 @@ def through_a_bad_network(
     raise AssertionError("it never ended")
 
 
+def play(
+    server: AbstractServer,
+    make: Callable[[int], Any],
+    is_there: Callable[[int, int], bool] = lambda c, i: True,
+    after: Callable[[], AbstractServer | None] = lambda: None,
+) -> AbstractServer:
+    """Ask who is there, and leave out the others, until it is done."""
+    while not server.is_done:
+        stage, late = server.stage, {c for c in server.awaited if not is_there(c, server.round)}
+        for c in sorted(server.awaited - late):
+            if server.stage == stage:
+                assert server.receive(c, make(c).answer(server.request(c)))
+                server = after() or server
+        if server.stage == stage and not server.is_done:
+            assert server.leave_out() == late
+    return server
+
+
 def history(folder: Path, name: str = "data") -> list[tuple[AbstractEvent, int]]:
     return ReleaseLedger(folder, name).history()
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import Context
 from torch import nn
 
 from lightning_dp.federated.flower import client_app, server_app
@@ -72,28 +71,7 @@ def protocol(context: Context, run: str, records: Any, ledger: Any) -> Any:
     return TWO_ROUNDS.client(records, client, ledger, run=run, **settings)
 
 
-honest = client_app(build, protocol, ledger_dir=lambda context: out(context) / "ledgers")
-client = ClientApp()
-client.query()(lambda message, context: honest(message, context))
-
-
-@client.train()
-def answer(message: Message, context: Context) -> Message:
-    """Answer honestly; a hostile client sends four replies that make no sense first."""
-    reply = honest(message, context)
-    if number(context) != context.run_config["hostile"]:
-        return reply
-    counter = out(context) / "spoilt"
-    count = len(counter.read_text()) if counter.exists() else 0
-    counter.write_text("x" * (count + 1))
-    payload, facts = reply.content["payload"], reply.content["facts"]
-    bad: list[dict[str, Any]] = [
-        {},
-        {"payload": ArrayRecord({"bytes": Array("object", (2**62,), "n", b"ldp")}), "facts": facts},
-        {"payload": payload, "facts": ConfigRecord({"client": 0})},
-        {"payload": payload, "facts": ConfigRecord({"epsilon": b"much"})},
-    ]
-    return Message(RecordDict(bad[count]), reply_to=message) if count < len(bad) else reply
+client = client_app(build, protocol, ledger_dir=lambda context: out(context) / "ledgers")
 
 
 def machine(context: Context, run: str, start: Any) -> Any:
@@ -104,7 +82,6 @@ def machine(context: Context, run: str, start: Any) -> Any:
 server = server_app(
     lambda context: Weights(),
     machine,
-    num_clients=clients,
     folder=lambda context: out(context) / "server",
     poll_interval=0.2,
     ttl=40.0,
