@@ -131,7 +131,7 @@ FAULTS = (
     Fault("sum_not_compared", "moved: Tensor = (before.total - after.total).norm()", "* 0"),
     Fault("kept_for_the_whole_batch", "(before.total - after.total).norm() * (n / k)", "* (k / n)"),
     Fault("any_coupling_is_an_order", "if ordered < math.inf", "or True"),
-    Fault("settled_from_another_state", "self._begin.restore()", "if 0 else None"),
+    Fault("settled_from_another_state", "self.begin.restore()", "if 0 else None"),
     Fault("own_generators_not_seen", 'return any(each.kind == "random"', "and False"),
     Fault("versions_not_read", "-1 if tensor.is_inference() else tensor._version", "* 0"),
     Fault("frozen_weights_not_restored", "() if parameters else _frozen(module)", "[:0]"),

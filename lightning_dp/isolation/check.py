@@ -30,10 +30,10 @@ from lightning_dp.isolation.comparison import (
     have_same_shapes,
     movement,
     movement_if_ordered,
-    paired_rows,
     places_in,
     resolution,
     take_sample,
+    were_ordered,
 )
 from lightning_dp.isolation.replay import Run, Runner, StepAsRun, without_dropout
 from lightning_dp.isolation.state import TwinState
@@ -135,10 +135,8 @@ class Check:
         """The step itself, if it can stand for the run of all samples together."""
         self.together: Run | None = None
         """An earlier run of all samples together, from the same start; else it is made."""
-        self._begin = Snapshot.of(
-            runner.module, parameters=self._moves_weights, earlier=runner.earlier
-        )
-        runner.earlier = self._begin
+        self.begin = Snapshot.of(runner.module, parameters=self._moves_weights)
+        """The state that all runs begin with."""
         self._trains = [param.requires_grad for param in runner.module.parameters()]
 
     # -- runs --------------------------------------------------------------------------------------
@@ -172,11 +170,9 @@ class Check:
     def _at_begin(self) -> Iterator[None]:
         """Put the module back to where it was when the check was made, inside."""
         module = self._runner.module
-        now = restored(
-            module, parameters=self._moves_weights, global_random=False, earlier=self._begin
-        )
-        with now:  # of random numbers each run has its own
-            self._begin.restore()
+        # Of random numbers each run has its own.
+        with restored(module, parameters=self._moves_weights, global_random=False):
+            self.begin.restore()
             for param, trains in zip(module.parameters(), self._trains, strict=True):
                 param.requires_grad_(trains)
             yield
@@ -237,9 +233,8 @@ class Check:
         variants = Variants.of(self._samples, self._kept(0))
         together = self._runner.batch_of(variants.together, self._start)
         exchanged = self._runner.batch_of(variants.exchanged, self._start)
-        sizes, kept = (control.rows, control.rows), places_in(self._samples, variants.kept)
-        rows = paired_rows(together, exchanged, sizes, kept, kept)
-        if rows[0] != rows[1] and control.has_drawn:
+        kept = places_in(self._samples, variants.kept)
+        if control.has_drawn and were_ordered(together, exchanged, control.rows, kept):
             self.not_compared = "records are put in an order, and meet other random numbers"
             return False
         return True
@@ -339,11 +334,11 @@ class Check:
         found.public = _steps_differ(a, b)
         self._compare_ends(found, a, b)
         if found.exchanged > TOLERANCE:
-            sizes, rows = (a.rows, b.rows), places_in(a.samples, kept)
-            if self._runner.pipeline.made_by and not are_same_rows(a.batch, b.batch, sizes, rows):
-                found.where = f"the batch itself, made by {self._runner.pipeline.made_by}"
+            rows, made_by = places_in(a.samples, kept), self._runner.pipeline.made_by
+            if made_by and not are_same_rows(a.batch, b.batch, a.rows, rows):
+                found.where = f"the batch itself, made by {made_by}"
             elif a.calls:
-                layer = first_that_mixes(a.calls, b.calls, (rows, rows), sizes)
+                layer = first_that_mixes(a.calls, b.calls, rows, a.rows)
                 found.where = layer or OUTSIDE_OF_LAYERS
         found.runs = [a, b]
 

@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -49,12 +50,12 @@ __all__ = [
     "movement_if_ordered",
     "own_copies",
     "owners_in",
-    "paired_rows",
     "places_in",
     "resolution",
     "rows_in",
     "take_sample",
     "watch_calls",
+    "were_ordered",
 ]
 
 TOLERANCE = 0.05
@@ -340,38 +341,24 @@ def _rows_cloned(sample: Any) -> dict[int, Any]:
     return {id(each): each.detach().clone() for each in tensors}
 
 
-def paired_rows(
-    before: Any, after: Any, sizes: tuple[int, int], kept: Sequence[int], places: Sequence[int]
-) -> tuple[list[int], list[int]]:
-    """Return the rows of the kept samples in two batches.
-
-    They are where they were put, as a rule. Where they are not, and all rows of the second batch are
-    in the first, up to padding, samples were ordered; then rows that are equal are paired.
+def were_ordered(before: Any, after: Any, size: int, kept: Sequence[int]) -> bool:
+    """Return True if some kept samples are not where they were put, and all rows are of the first batch.
 
     Args:
-        before, after: the two batches.
-        sizes: the samples in each.
-        kept, places: of the kept samples in the first and in the second list.
-
-    Returns:
-        the rows in the first batch, and those in the second.
+        before, after: two batches, of which one may be padded further.
+        size: the samples in each.
+        kept: the places of the kept ones in their lists.
     """
-    rows = list(kept), list(places)
-    leaves = _leaves_of_samples(before, after, sizes)
-    if not leaves or all(_are_equal(leaves, i, j) for i, j in zip(*rows, strict=True)):
-        return rows
-    pairs: dict[int, int] = {}
-    for j in range(sizes[1]):
-        here = next((i for i in range(sizes[0]) if _are_equal(leaves, i, j)), None)
-        if here is None:
-            return rows  # a row of other samples' making: let the gradients show it
-        pairs.setdefault(here, j)
-    return list(pairs), list(pairs.values())
+    leaves = _leaves_of_samples(before, after, size)
+    if all(_are_equal(leaves, i, i) for i in kept):
+        return False
+    # A row of other samples' making is no order: let the gradients show it.
+    return all(any(_are_equal(leaves, i, j) for i in range(size)) for j in range(size))
 
 
-def are_same_rows(before: Any, after: Any, sizes: tuple[int, int], kept: Sequence[int]) -> bool:
-    """Return True if two batches hold the same of some samples, up to padding."""
-    leaves = _leaves_of_samples(before, after, sizes)
+def are_same_rows(before: Any, after: Any, size: int, kept: Sequence[int]) -> bool:
+    """Return True if two batches of a size hold the same of some samples, up to padding."""
+    leaves = _leaves_of_samples(before, after, size)
     return all(_are_equal(leaves, i, i) for i in kept)
 
 
@@ -405,18 +392,14 @@ def have_same_shapes(before: Any, after: Any) -> bool:
     return shapes[0] == shapes[1]
 
 
-def _leaves_of_samples(
-    before: Any, after: Any, sizes: tuple[int, int]
-) -> list[tuple[Tensor, Tensor]]:
+def _leaves_of_samples(before: Any, after: Any, size: int) -> list[tuple[Tensor, Tensor]]:
     """Return the tensors of both batches that have a row for each sample, on the host."""
     of_both = [
         (torch.as_tensor(a).detach().cpu(), torch.as_tensor(b).detach().cpu())
         for a, b in zip(leaves_of(before, rows=True), leaves_of(after, rows=True), strict=False)
         if isinstance(a, Tensor | np.ndarray) and isinstance(b, Tensor | np.ndarray)
     ]
-    return [
-        (a, b) for a, b in of_both if a.dim() and a.dim() == b.dim() and (len(a), len(b)) == sizes
-    ]
+    return [(a, b) for a, b in of_both if a.dim() == b.dim() > 0 and len(a) == len(b) == size]
 
 
 def _are_equal(leaves: Sequence[tuple[Tensor, Tensor]], i: int, j: int) -> bool:
@@ -471,22 +454,19 @@ def watch_calls(module: nn.Module, calls: list[Call]) -> ModuleHooks:
 
 
 def first_that_mixes(
-    before: Sequence[Call],
-    after: Sequence[Call],
-    rows: tuple[Sequence[int], Sequence[int]],
-    sizes: tuple[int, int],
+    before: Sequence[Call], after: Sequence[Call], rows: list[int], size: int
 ) -> str:
     """Return the dotted name and the class of that module, in words; "" if none is found.
 
     Args:
         before, after: the calls in two runs.
         rows: of the same samples in each.
-        sizes: the number of samples in each.
+        size: the number of samples in each.
     """
 
     def moved(a: Tensor, b: Tensor) -> bool:
-        if a.dim() and b.dim() and (len(a), len(b)) == sizes:
-            a, b = a[list(rows[0])], b[list(rows[1])]
+        if a.dim() and b.dim() and len(a) == len(b) == size:
+            a, b = a[rows], b[rows]
         if a.shape != b.shape or a.dtype != b.dtype:
             return True
         if not a.is_floating_point():
@@ -499,10 +479,6 @@ def first_that_mixes(
             return ""
         results = [pair for pair in zip(a.outputs, b.outputs, strict=False) if pair[0].dim()]
         given = zip(a.inputs, b.inputs, strict=False)
-        if (
-            a.name
-            and any(moved(*pair) for pair in results)
-            and not any(moved(*pair) for pair in given)
-        ):
+        if a.name and any(starmap(moved, results)) and not any(starmap(moved, given)):
             return f"the outputs of {a.name} ({a.kind})"
     return ""

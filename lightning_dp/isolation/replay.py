@@ -164,8 +164,6 @@ class Runner:
     ) -> None:
         self.module, self.passes, self.params = module, passes, params
         self.pipeline, self.device = pipeline, device
-        self.earlier: Snapshot | None = None
-        """The latest one: what has not changed since is not walked again."""
         self.has_drawn = False
         """The latest run drew random numbers."""
         self.without_dropout = False
@@ -231,15 +229,13 @@ class Runner:
 
     @contextmanager
     def _traceless(self, start: RandomState) -> Iterator[Snapshot]:
-        begun = restored(
-            self.module, parameters=self.runs_hooks, global_random=False, earlier=self.earlier
-        )
-        with begun as self.earlier, start.again():
-            yield self.earlier
+        begun = restored(self.module, parameters=self.runs_hooks, global_random=False)
+        with begun as before, start.again():
+            yield before
 
     def snapshot(self) -> Snapshot:
-        """Return the state of now; what did not change since the latest run is not walked again."""
-        return Snapshot.of(self.module, parameters=self.runs_hooks, earlier=self.earlier)
+        """Return the state of now."""
+        return Snapshot.of(self.module, parameters=self.runs_hooks)
 
     @property
     def runs_hooks(self) -> bool:

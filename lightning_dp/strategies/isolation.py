@@ -119,6 +119,7 @@ class IsolationWatch:
         self._was_isolated = False  # at a look of this fit: then it is known what follows records
         self._asked: set[str] = set()  # hooks of epochs that have shown what they write
         self._before: Snapshot | None = None  # at the last look
+        self._walk: object = None  # held, so that later snapshots are cheap
         self._weights: tuple[int, ...] | None = None  # versions of trained ones, after an update
         self.fault: str | None = None
         """The reason for which nothing more may be released: what a hook between two steps did."""
@@ -298,6 +299,7 @@ class IsolationWatch:
             partial(self._schedule.kept, number, look, len(samples)),
             self._twins,
         )
+        self._walk = self._check.begin.walk
         if self._world.size == 1:  # ranks might differ in whether the step can stand for a run
             self._check.follow_step(args[0])
         self._step.look = None if self._check.step is None else self._check.step.after_backward
@@ -410,7 +412,7 @@ class IsolationWatch:
 
     def _keeps_something(self) -> bool:
         """Return False if nothing that the module keeps has changed since the last look."""
-        before, self._before = self._before, Snapshot.of(self._module, earlier=self._before)
+        before, self._before = self._before, Snapshot.of(self._module)
         return before is None or self._twins.has_twins or bool(before.differences(self._before))
 
     def settle(self, agree: Agreement) -> None:
