@@ -8,8 +8,8 @@
 
 "start" is from ``fit`` to the end of the first step, "step" the mean of all steps after it:
 comparisons, more frequent at the start, are in it. Runs alternate, on one thread; the median counts.
-"cost" takes the processor's time of steps with comparisons and without, in turns, in steps: the
-median after the first 60 of the fit without. Its epochs have 100 steps. The modules are those of
+"cost" takes the processor's time: how much longer compared steps of the schedule take than the median
+step, as a part of the first 60 steps and of all; its epochs have 100. The modules are those of
 ``tests/audit/isolation_zoo``; names are parts of theirs.
 """
 
@@ -52,15 +52,16 @@ EACH: dict[str, dict[str, Any]] = {
 
 def fit(model: Model, steps: int, checks: dict[str, Any]) -> tuple[float, float]:
     """Seconds until the first step is done, and for each step after it."""
-    begin, ends = ends_of(model, steps, checks)
+    clock = Clock()
+    begin, ends = ends_of(model, steps, checks, clock), clock.ends
     return ends[0] - begin, (ends[-1] - ends[0]) / (len(ends) - 1)
 
 
 def ends_of(
-    model: Model, steps: int, checks: dict[str, Any], batches: int = 20
-) -> tuple[float, list[float]]:
-    """Seconds at which a fit begins, and at which its steps end."""
-    clock, size = Clock(), model.batch_size * batches
+    model: Model, steps: int, checks: dict[str, Any], clock: Clock, batches: int = 20
+) -> float:
+    """The second at which a fit begins; the clock has those at which its steps end."""
+    size = model.batch_size * batches
     data = TensorDataset(model.records(size), torch.randint(10, (size,)))
     with tempfile.TemporaryDirectory() as folder:
         privacy = DifferentialPrivacy(
@@ -79,24 +80,36 @@ def ends_of(
         loader = DataLoader(data, model.batch_size, shuffle=True)
         module, begin = Module(model.make()), now()
         trainer.fit(module, loader)
-    return begin, clock.ends
+    return begin
+
+
+class Due(Clock):
+    """Also notes after which steps samples were compared on schedule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[int] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *others: Any) -> None:
+        super().on_train_batch_end(trainer, *others)
+        self.counts.append(trainer.strategy.private_run.spot_checks)
 
 
 def cost(names: list[str], steps: int, rounds: int) -> None:
     print(named())
-    print(f"{'model':22s}{'step ms':>9s}{'first 60':>10s}{f'of {steps}':>10s}")
+    print(f"{'model':22s}{'step ms':>9s}{'first 60':>10s}{'compared':>10s}{f'of {steps}':>10s}")
     for name in names:
-        found: list[tuple[float, float, float]] = []
+        found: list[tuple[float, ...]] = []
         for _ in range(rounds):
-            without, compared = (
-                [b - a for a, b in pairwise(ends_of(MODELS[name], steps + 1, checks, 100)[1])]
-                for checks in ({"checks": Checks(comparisons=False)}, {})
-            )
-            step = statistics.median(without[60:])
-            first, of_all = ((sum(compared[:n]) - sum(without[:n])) / n / step for n in (60, steps))
-            found.append((1e3 * step, first, of_all))
-        step, first, of_all = (statistics.median(each) for each in zip(*found, strict=True))
-        print(f"{name:22s}{step:9.2f}{first:10.1%}{of_all:10.1%}", flush=True)
+            clock = Due()
+            ends_of(MODELS[name], steps + 1, {}, clock, batches=100)
+            took = [b - a for a, b in pairwise(clock.ends)]
+            due = [b - a for a, b in pairwise(clock.counts)]
+            step = statistics.median(took[60:])
+            more = [(each / step - 1) * is_due for each, is_due in zip(took, due, strict=True)]
+            found.append((1e3 * step, sum(more[:60]) / 60, sum(due), sum(more) / steps))
+        step, first, number, of_all = (statistics.median(each) for each in zip(*found, strict=True))
+        print(f"{name:22s}{step:9.2f}{first:10.1%}{number:10.0f}{of_all:10.1%}", flush=True)
 
 
 def times(names: list[str], steps: int, rounds: int) -> None:
