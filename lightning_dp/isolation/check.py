@@ -82,11 +82,8 @@ class Settings:
 class _PairResult:
     """The results of one pair of runs."""
 
-    exchanged: float = 0.0
-    alone: float = 0.0
-    buffers: tuple[str, ...] = ()
-    settings: tuple[str, ...] = ()
-    public: bool = False
+    moved: dict[str, float] = field(default_factory=dict)  # by the kind of the pair of runs
+    seen: set[str] = field(default_factory=set)  # other faults: their kinds, and names behind these
     why_not: str = ""  # nothing can be said of gradients
     where: str = ""
     runs: list[Run] = field(default_factory=list, repr=False)  # together, and exchanged
@@ -123,7 +120,7 @@ class Check:
         self._start = start or RandomState(runner.device)
         few = settings.query.coordinates  # all that the gradients have, if it asks for some
         self._entries = Entries.drawn(runner.params if few is None else [few], settings.seed)
-        self._first: _PairResult | None = None
+        self._first = _PairResult()
         self._shown = Counter[str]()
         self._where = ""
         self._fault = ""
@@ -197,12 +194,12 @@ class Check:
             attempts: how many at most.
         """
         first = self._first
-        is_open = first is not None and bool(self._seen(first))
+        is_open = bool(self._seen(first))
         if not anyone(is_open):
             return self._outcome(first)
         with self._at_begin():
             # All ranks make the same runs: a model may wait for the others in them.
-            is_suspect = first is not None and self._is_suspect(first)
+            is_suspect = bool(first.runs) and self._is_suspect(first)
             is_open = is_open and is_suspect
             for attempt in range(1, attempts + 1):
                 if not anyone(is_open):
@@ -226,7 +223,7 @@ class Check:
         )  # all ranks make both
         if not self._repeats(first, control):
             return False
-        if ordered < math.inf and not (first.buffers or first.settings or first.public):
+        if ordered < math.inf and not first.seen:
             if not ordered <= TOLERANCE:
                 self.not_compared = _TOO_COARSE
             return False
@@ -278,10 +275,11 @@ class Check:
         alone = self._try(found, variants.alone, range(len(kept)), watched)
         if alone is None:
             return found
-        found.public |= counts_steps and _steps_differ(together, alone)
+        if counts_steps and _steps_differ(together, alone):
+            found.seen.add("public")
         if self._settings.fewer:
             if self._settings.gradients and not together.has_drawn:
-                found.alone = self._distance(together, alone, len(kept))
+                found.moved["alone"] = self._distance(together, alone, len(kept))
             self._compare_ends(found, together, alone)
             found.alone_end = alone.end
         return found
@@ -323,17 +321,18 @@ class Check:
             if has_gradients:
                 found.why_not = "records decide how many random numbers are drawn"
             if a.drawn is not None and b.drawn is not None and a.drawn.seed != b.drawn.seed:
-                found.settings = ("torch's seed",)
+                found.seen.add("setting torch's seed")
             return
         if a.has_drawn and has_gradients and (isolates or not have_same_shapes(a.batch, b.batch)):
             found.why_not = "records are padded to other lengths, and meet other random numbers"
             return
         found.why_not = a.hook_failed or b.hook_failed
         if self._settings.gradients and not is_settled:
-            found.exchanged = self._distance(a, b, len(kept))
-        found.public = _steps_differ(a, b)
+            found.moved["exchanged"] = self._distance(a, b, len(kept))
+        if _steps_differ(a, b):
+            found.seen.add("public")
         self._compare_ends(found, a, b)
-        if found.exchanged > TOLERANCE:
+        if found.moved.get("exchanged", 0.0) > TOLERANCE:
             rows, made_by = places_in(a.samples, kept), self._runner.pipeline.made_by
             if made_by and not are_same_rows(a.batch, b.batch, a.rows, rows):
                 found.where = f"the batch itself, made by {made_by}"
@@ -345,12 +344,12 @@ class Check:
     def _compare_ends(self, found: _PairResult, a: Run, b: Run) -> None:
         """Compare what two runs leave: what follows the records, or their number."""
         if a.settings != b.settings:
-            found.settings += ("the optimizers' settings",)
+            found.seen.add("setting the optimizers' settings")
         if a.end is None or b.end is None:
             return
         moved = a.end.differences(b.end)
-        found.buffers += tuple(each.name for each in moved if each.kind in _KEPT)
-        found.settings += tuple(each.name for each in moved if each.kind == "setting")
+        kinds = {**dict.fromkeys(_KEPT, "buffer"), "setting": "setting"}
+        found.seen |= {f"{kinds[each.kind]} {each.name}" for each in moved if each.kind in kinds}
         if a.start is not None:
             changed = {each.name for each in a.start.differences(a.end) if each.kind in _KEPT}
             self.same_in_both |= changed | a.written
@@ -384,7 +383,7 @@ class Check:
             if together.end is not None and twin.end is not None:
                 twins.after_twin(together.end, twin.end)
         ends = [run.end for run in found.runs if run.end is not None]
-        if len(ends) == 2 and not found.buffers:
+        if len(ends) == 2 and not any(each.startswith("buffer") for each in found.seen):
             twins.after_pair(ends[0], ends[1], found.alone_end)
 
     def _in_world(self, world: AbstractContextManager[object]) -> Run:
@@ -397,11 +396,8 @@ class Check:
 
     def _seen(self, found: _PairResult) -> list[str]:
         """Return the kinds of faults that a pair shows; what rounding may explain is not compared."""
-        seen = [f"buffer {name}" for name in found.buffers]
-        seen += [f"setting {name}" for name in found.settings]
-        seen += ["public"] if found.public else []
-        limit = self._limit(len(self._kept(0)))
-        for kind, distance in (("exchanged", found.exchanged), ("alone", found.alone)):
+        seen, limit = sorted(found.seen), self._limit(len(self._kept(0)))
+        for kind, distance in found.moved.items():
             if not distance <= limit:
                 seen.append(kind)
             elif not distance <= TOLERANCE:
@@ -416,27 +412,23 @@ class Check:
         end = first.runs[0].end
         if end is not None and control.end is not None:
             again = {each.name for each in end.differences(control.end)}
-            if again & {*first.buffers, *first.settings}:
+            if again & {each.partition(" ")[2] for each in first.seen}:
                 return False
         return True
 
-    def _verdict(self, first: _PairResult | None) -> str:
+    def _verdict(self, first: _PairResult) -> str:
         """Return the kind of fault that has shown often enough; "" if none has."""
-        if first is None:
-            return ""
         return next((kind for kind in self._seen(first) if self._shown[kind] >= _MUST_SHOW), "")
 
-    def _outcome(self, first: _PairResult | None) -> Outcome:
-        kind = self._verdict(first)
+    def _outcome(self, first: _PairResult) -> Outcome:
+        kind = self._verdict(first).partition(" ")[0]
         if self._fault:
             return Outcome("coupled", self._fault)
-        if " " in kind:
-            kind, _, _ = kind.partition(" ")
-            names = sorted(each.partition(" ")[2] for each in self._shown if each.startswith(kind))
-            return Outcome("coupled", CURES[kind].format(names=", ".join(names[:5])))
         if kind:
+            names = sorted(each.partition(" ")[2] for each in self._shown if each.startswith(kind))
             where = f", first in {self._where}" if self._where else ""
-            return Outcome("coupled", CURES[kind].format(where=where))
+            cure = CURES[kind].format(names=", ".join(names[:5]), where=where)
+            return Outcome("coupled", cure)
         if self.not_compared:
             return Outcome("not compared", self.not_compared)
         return Outcome("isolated")

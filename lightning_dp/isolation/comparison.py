@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import starmap
+from itertools import accumulate, starmap
 from typing import Any
 
 import numpy as np
@@ -104,20 +105,19 @@ class Entries:
     @classmethod
     def drawn(cls, params: Sequence[Tensor], seed: int) -> Entries:
         """Draw them; the same seed gives the same ones."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = random.Random(seed)
         sizes = [number_of_entries([param]) for param in params]
-        starts = torch.tensor([0, *sizes]).cumsum(0)
-        chosen = torch.randperm(len(sizes), generator=generator)[:_PARAMETERS].sort().values
-        numbers = [i for i in chosen.tolist() if sizes[i]]
-        places, shares = [torch.zeros(0, dtype=torch.int64)], []
+        starts = [0, *accumulate(sizes)]
+        chosen = generator.sample(range(len(sizes)), min(_PARAMETERS, len(sizes)))
+        numbers = [i for i in sorted(chosen) if sizes[i]]
+        places, weights, of = list[int](), list[float](), list[int]()
         for i in numbers:
-            drawn = torch.randint(sizes[i], (min(_ENTRIES, sizes[i]),), generator=generator)
-            places.append(starts[i] + drawn.unique())  # type: ignore[no-untyped-call]
-            shares.append(len(places[-1]) * len(numbers) / (sizes[i] * len(sizes)))
-        counts = torch.tensor(list(map(len, places[1:])), dtype=torch.int64)
-        weights = torch.tensor(shares, dtype=torch.float64) ** -0.5
-        of = torch.tensor(numbers, dtype=torch.int64).repeat_interleave(counts)
-        return cls(torch.cat(places), weights.repeat_interleave(counts), of, seed)
+            count = min(_ENTRIES, sizes[i])
+            places += [starts[i] + j for j in sorted(generator.sample(range(sizes[i]), count))]
+            weights += [(count * len(numbers) / (sizes[i] * len(sizes))) ** -0.5] * count
+            of += [i] * count
+        whole = partial(torch.tensor, dtype=torch.int64)
+        return cls(whole(places), torch.tensor(weights, dtype=torch.float64), whole(of), seed)
 
 
 def take_sample(

@@ -76,8 +76,10 @@ _EDITED = (
     "does to a record cannot be compared with what it does to it among others. Do it in "
     "on_after_batch_transfer of the module or the data module."
 )
-_MADE_UP = (
-    "(Found on synthetic samples. If it is wrong, leave it out with checks=Checks(dry_run=False).)"
+_COUPLES = (
+    "{} couples the records of a batch: {}. Clipping does not bound what a record does then, and ε "
+    "would not hold.{} (Found on synthetic samples. If it is wrong, leave it out with "
+    "checks=Checks(dry_run=False).)"
 )
 
 
@@ -124,7 +126,7 @@ class IsolationWatch:
         self.fault: str | None = None
         """The reason for which nothing more may be released: what a hook between two steps did."""
         self._callbacks = _BeforeHooks(self), _AfterCallbacks(self)
-        self._handed_over: list[tuple[Any, int, Any]] | None = None
+        self._handed_over: list[tuple[Any, Any]] | None = None
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         callbacks.insert(0, self._callbacks[0])
         if names := run.config.checks.public_state:
@@ -179,22 +181,17 @@ class IsolationWatch:
         engine.settle()
         self._run.engine = engine.passes.description
         self._run.isolation = self._described(found)
-        self._refuse(found)
+        if found.kind == "coupled":
+            alone = f" {ALONE}" if self._module.automatic_optimization else ""  # which it needs
+            raise MisconfigurationError(
+                _COUPLES.format(type(self._module).__name__, found.reason, alone),
+                topic="coupled-records",
+            )
         if engine.passes.engine.one_record and engine.choice.reasons:
             cost, reason = dry.slowdown(runner), engine.choice.reasons[-1].text
             if self._world.is_lead:
                 text = f"Each record runs alone, one after the other{cost}. {reason}"
                 warn(text, topic="one-by-one")
-
-    def _refuse(self, found: Outcome) -> None:
-        alone = f" {ALONE}" if self._module.automatic_optimization else ""  # which it needs
-        if found.kind == "coupled":
-            raise MisconfigurationError(
-                f"{type(self._module).__name__} couples the records of a batch: {found.reason}. "
-                f"Clipping does not bound what a record does then, and ε would not hold.{alone} "
-                f"{_MADE_UP}",
-                topic="coupled-records",
-            )
 
     def _described(self, found: Outcome) -> str:
         if self._step.engine.passes.engine.isolates and not self._needs_gradients:
@@ -323,14 +320,12 @@ class IsolationWatch:
 
     def _written_since(self) -> set[str]:
         """Return the names of trained weights that were written to since the optimizer's step."""
-        before, now = self._weights, self._versions()
-        if before is None or before == now:
+        now = self._versions()
+        if (before := self._weights or now) == now:
             return set()
-        moved = {
-            number for number, pair in enumerate(zip(before, now, strict=True)) if len({*pair}) > 1
-        }
-        ids = {id(param) for number, param in enumerate(self._step.params) if number in moved}
-        return {name for name, param in self._module.named_parameters() if id(param) in ids}
+        each = zip(self._step.params, before, now, strict=True)
+        moved = {id(param) for param, then, count in each if then != count}
+        return {name for name, param in self._module.named_parameters() if id(param) in moved}
 
     def _open_weights(self) -> set[str]:
         """Return the names of those of them that no comparison has cleared, and nobody declared."""
@@ -372,8 +367,7 @@ class IsolationWatch:
         """Note what the Trainer's callbacks are handed, if one is of the user's; look again after it."""
         callbacks, last = self._trainer.callbacks, self._callbacks[1]  # type: ignore[attr-defined]
         if any(map(_starts_batches, callbacks)):
-            parts = leaves(batch, rows=True)
-            self._handed_over = [(each, _version(each), _copied(each)) for each in parts]
+            self._handed_over = [(each, _copied(each)) for each in leaves(batch, rows=True)]
             if last not in callbacks:  # which are being called in their order
                 callbacks.append(last)
 
@@ -385,9 +379,8 @@ class IsolationWatch:
         now = leaves(batch, rows=True)
         # By content too: what numpy and .data write is not counted.
         is_same = len(now) == len(before) and all(
-            leaf is given and _version(leaf) == version and is_same_content(leaf, held)
-            for leaf, (given, version, held) in zip(now, before, strict=True)
-            if leaf is not held or leaf is not given
+            leaf is given and (held is given or is_same_content(leaf, held))
+            for leaf, (given, held) in zip(now, before, strict=True)
         )
         if self._run.config.checks.comparisons and not (is_same or self._step.one_record):
             self.fault = self.fault or _EDITED
@@ -597,11 +590,6 @@ def _starts_batches(owner: object) -> bool:
     # Of the function, not of the class: a LambdaCallback's is the user's.
     by = getattr(getattr(owner, hook), "__module__", None) or ""
     return not by.startswith(("lightning.", "lightning_dp.")) and is_overridden(hook, owner)
-
-
-def _version(leaf: Any) -> int:
-    """Return how often a tensor was written to."""
-    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
 
 
 def _copied(leaf: Any) -> Any:
