@@ -125,7 +125,16 @@ class IsolationWatch:
         self._weights: tuple[int, ...] | None = None  # versions of trained ones, after an update
         self.fault: str | None = None
         """The reason for which nothing more may be released: what a hook between two steps did."""
-        self._callbacks = _BeforeHooks(self), _AfterCallbacks(self)
+        self._callbacks = (
+            _Calls(
+                on_train_epoch_start=partial(self.before_hook_of_epoch, "on_train_epoch_start"),
+                on_train_batch_start=self.before_callbacks,
+                on_train_batch_end=partial(self.before_hook, "on_train_batch_end"),
+                on_train_epoch_end=self.at_epoch_end,
+                on_validation_epoch_end=partial(self.before_hook, "on_validation_epoch_end"),
+            ),
+            _Calls(on_train_batch_start=self.after_callbacks),
+        )
         self._handed_over: list[tuple[Any, Any]] | None = None
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         callbacks.insert(0, self._callbacks[0])
@@ -363,7 +372,7 @@ class IsolationWatch:
             return self.fault
         return _UNEXPLAINED.format(sorted(names)[:5])
 
-    def before_callbacks(self, batch: object) -> None:
+    def before_callbacks(self, batch: object, batch_idx: int) -> None:
         """Note what the Trainer's callbacks are handed, if one is of the user's; look again after it."""
         callbacks, last = self._trainer.callbacks, self._callbacks[1]  # type: ignore[attr-defined]
         if any(map(_starts_batches, callbacks)):
@@ -371,7 +380,7 @@ class IsolationWatch:
             if last not in callbacks:  # which are being called in their order
                 callbacks.append(last)
 
-    def after_callbacks(self, batch: object) -> None:
+    def after_callbacks(self, batch: object, batch_idx: int) -> None:
         """Note a fault if one of them has changed it: what runs once cannot be compared."""
         before, self._handed_over = self._handed_over, None
         if before is None:
@@ -393,6 +402,11 @@ class IsolationWatch:
             hook = getattr(self._module, name)
             fault = self._twins.run_hook(hook, *args, is_of_epoch=is_of_epoch)
             self.fault = self.fault or fault
+
+    def at_epoch_end(self) -> None:
+        """End the fit if a public stop has ended the epoch; run the module's hook before it runs."""
+        self.stops.at_epoch_end()
+        self.before_hook_of_epoch("on_train_epoch_end")
 
     def before_hook_of_epoch(self, name: str) -> None:
         """Clear what a hook that is handed no record writes, if nothing that follows records is in it."""
@@ -543,45 +557,27 @@ class IsolationWatch:
         return (collate if self._collates_as_torch else collate_copies), transfer
 
 
-class _BeforeHooks(Callback):
-    """Runs hooks of the module first as they would run after other records."""
+class _Calls(Callback):
+    """Calls functions in hooks of the Trainer, with what these are given besides Trainer and module.
+
+    Args:
+        acts: by the hook.
+    """
 
     # At each step Lightning opens a profiler's context for every hook that can be called.
     on_before_zero_grad = on_before_backward = None  # type: ignore[assignment]
     on_after_backward = on_before_optimizer_step = None  # type: ignore[assignment]
 
-    def __init__(self, watch: IsolationWatch) -> None:
-        self._watch = watch
+    def __init__(self, **acts: Callable[..., object]) -> None:
+        for hook, act in acts.items():
+            setattr(self, hook, self._calling(act))
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._watch.before_hook_of_epoch("on_train_epoch_start")
+    @staticmethod
+    def _calling(act: Callable[..., object]) -> Callable[..., None]:
+        def call(trainer: Trainer, module: LightningModule, *given: Any) -> None:
+            act(*given)
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._watch.before_callbacks(batch)
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        self._watch.before_hook("on_train_batch_end", *args)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._watch.stops.at_epoch_end()
-        self._watch.before_hook_of_epoch("on_train_epoch_end")
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._watch.before_hook("on_validation_epoch_end")
-
-
-class _AfterCallbacks(Callback):
-    """Looks at the batch when all callbacks have seen it."""
-
-    def __init__(self, watch: IsolationWatch) -> None:
-        self._watch = watch
-
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._watch.after_callbacks(batch)
+        return call
 
 
 def _starts_batches(owner: object) -> bool:
