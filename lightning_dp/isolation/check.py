@@ -23,9 +23,9 @@ from lightning_dp.isolation.comparison import (
     TOLERANCE,
     Entries,
     GradientSample,
-    Variants,
     are_given_the_same,
     are_same_rows,
+    exchanged,
     first_that_mixes,
     have_same_shapes,
     movement,
@@ -174,16 +174,16 @@ class Check:
                 param.requires_grad_(trains)
             yield
 
-    def _beside_step(self, exchanged: Run, kept: list[int]) -> _PairResult | None:
+    def _beside_step(self, other: Run, kept: list[int]) -> _PairResult | None:
         """Compare the step itself with a run of exchanged samples; None unless that shows nothing."""
         step, self.step = self.step, None
         if step is None or step.run.gradients is None or self._twins.has_ever:
             return None
-        rows, places = exchanged.rows, places_in(self._samples, kept)
-        if not are_given_the_same(step.run.batch, exchanged.batch, rows, places):
+        rows, places = other.rows, places_in(self._samples, kept)
+        if not are_given_the_same(step.run.batch, other.batch, rows, places):
             return None  # samples that are read twice are not the same
         found = _PairResult()
-        self._compare(found, step.run, exchanged, kept)
+        self._compare(found, step.run, other, kept)
         return None if found.why_not or self._seen(found) else found
 
     def settle(self, anyone: Callable[[bool], bool], attempts: int = _ATTEMPTS) -> Outcome:
@@ -227,19 +227,18 @@ class Check:
             if not ordered <= TOLERANCE:
                 self.not_compared = _TOO_COARSE
             return False
-        variants = Variants.of(self._samples, self._kept(0))
-        together = self._runner.batch_of(variants.together, self._start)
-        exchanged = self._runner.batch_of(variants.exchanged, self._start)
-        kept = places_in(self._samples, variants.kept)
-        if control.has_drawn and were_ordered(together, exchanged, control.rows, kept):
+        kept, lists = self._kept(0), (self._samples, exchanged(self._samples, self._kept(0)))
+        together, other = (self._runner.batch_of(samples, self._start) for samples in lists)
+        rows = places_in(self._samples, kept)
+        if control.has_drawn and were_ordered(together, other, control.rows, rows):
             self.not_compared = "records are put in an order, and meet other random numbers"
             return False
         return True
 
     def _moved_if_ordered(self, kept: list[int]) -> float:
         """Return how far the sum moved if a model only sorted or shuffled its samples; else infinity."""
-        variants, k = Variants.of(self._samples, kept), len(kept)
-        lists = (variants.alone, variants.together, variants.exchanged)
+        alone, k = [self._samples[place] for place in kept], len(kept)
+        lists = (alone, self._samples, exchanged(self._samples, kept))
         try:
             with without_dropout(self._runner.module):
                 runs = [self._run(samples, range(len(samples))) for samples in lists]
@@ -249,30 +248,30 @@ class Check:
         if len(found) < len(runs) or runs[1].has_drawn:
             return math.inf
         whole, eps = self._settings.whole, self._settings.eps
-        alone, *others = found  # also with copies an order changes nothing
-        moved = max(movement_if_ordered(each, alone, whole, k, eps) for each in others)
+        few, *others = found  # also with copies an order changes nothing
+        moved = max(movement_if_ordered(each, few, whole, k, eps) for each in others)
         # The mean's 1/n may be rounded the same way for all samples.
         return moved if moved <= max(self._limit(k), eps * whole) else math.inf
 
     def _pair(self, attempt: int, *, watched: bool = False) -> _PairResult:
         """Run the samples together, with some of them exchanged, and without these."""
         kept = self._kept(attempt)
-        variants = Variants.of(self._samples, kept, attempt)
         found = _PairResult()
-        exchanged = self._try(found, variants.exchanged, kept, watched)
-        beside = None if exchanged is None else self._beside_step(exchanged, kept)
+        other = self._try(found, exchanged(self._samples, kept, attempt), kept, watched)
+        beside = None if other is None else self._beside_step(other, kept)
         if beside is not None:
             return beside
         earlier, self.together = self.together, None
-        together = earlier or self._run(variants.together, kept, watched=watched)
+        together = earlier or self._run(self._samples, kept, watched=watched)
         found.runs = [together]
-        if exchanged is None:
+        if other is None:
             return found
-        self._compare(found, together, exchanged, kept)
+        self._compare(found, together, other, kept)
         counts_steps = bool(together.public_steps) and not self._settings.is_count_public
         if not (counts_steps or self._settings.fewer):
             return found
-        alone = self._try(found, variants.alone, range(len(kept)), watched)
+        few = [self._samples[place] for place in kept]
+        alone = self._try(found, few, range(len(kept)), watched)
         if alone is None:
             return found
         if counts_steps and _steps_differ(together, alone):

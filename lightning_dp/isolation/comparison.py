@@ -42,9 +42,9 @@ __all__ = [
     "Entries",
     "GradientSample",
     "UnitRows",
-    "Variants",
     "are_given_the_same",
     "are_same_rows",
+    "exchanged",
     "first_that_mixes",
     "have_same_shapes",
     "movement",
@@ -284,47 +284,26 @@ def _like(place: Any, given: Any) -> Any:
     return UnitRows(given[i % len(given)] for i in range(len(place)))
 
 
-@dataclass(frozen=True)
-class Variants:
-    """Lists of samples to be compared; sensitive.
+def exchanged(samples: Sequence[Any], kept: Sequence[int], turn: int = 0) -> list[Any]:
+    """Return samples of which some stay at their places, with copies of them at the others.
 
     Args:
-        together: n samples.
-        kept: the places of k of them, in their order; at least one.
-        exchanged: the kept ones at their places, copies of them at the others.
+        samples: n samples.
+        kept: the places of k of them, at least one; each is copied as often as any other, or once more.
+        turn: the kept sample whose copy is put first.
+
+    Example:
+        >>> "".join(exchanged("abcdef", [1, 4]))
+        'bbebee'
+        >>> exchanged([UnitRows("ab"), UnitRows("c")], [1])
+        [('c', 'c'), ('c',)]
     """
-
-    together: list[Any] = field(repr=False)
-    kept: list[int] = field(repr=False)
-    exchanged: list[Any] = field(repr=False)
-
-    @classmethod
-    def of(cls, samples: Sequence[Any], kept: Sequence[int], turn: int = 0) -> Variants:
-        """Make the variants; each kept sample is copied as often as any other, or once more.
-
-        Args:
-            samples: n samples.
-            kept: places.
-            turn: the kept sample whose copy is put first.
-
-        Example:
-            >>> variants = Variants.of("abcdef", [1, 4])
-            >>> "".join(variants.exchanged), "".join(variants.alone)
-            ('bbebee', 'be')
-            >>> Variants.of([UnitRows("ab"), UnitRows("c")], [1]).exchanged
-            [('c', 'c'), ('c',)]
-        """
-        exchanged, given = list(samples), turn
-        for place in range(len(samples)):
-            if place not in kept:
-                exchanged[place] = _like(samples[place], samples[kept[given % len(kept)]])
-                given += 1
-        return cls(list(samples), list(kept), exchanged)
-
-    @property
-    def alone(self) -> list[Any]:
-        """The kept samples and no others."""
-        return [self.together[place] for place in self.kept]
+    found, given = list(samples), turn
+    for place in range(len(samples)):
+        if place not in kept:
+            found[place] = _like(samples[place], samples[kept[given % len(kept)]])
+            given += 1
+    return found
 
 
 def own_copies(samples: Sequence[Any]) -> list[Any]:

@@ -93,19 +93,16 @@ class Run:
         """The number of rows in its batch."""
         return len(rows_in(self.samples))
 
+    def note_draws(self, begun: RandomState) -> None:
+        """Note whether it has drawn numbers, from global generators or from the module's own."""
+        if self.drawn is not None and self.end is not None and self.start is not None:
+            moved = self.start.differences(self.end)
+            own = any(each.kind == "random" for each in moved)
+            self.has_drawn = own or not self.drawn.is_same(begun)
 
-def _has_drawn(run: Run, start: RandomState, end: Snapshot | None) -> bool:
-    """Return True if a run has drawn numbers, from global generators or from the module's own."""
-    if run.drawn is None or end is None or run.start is None:
-        return False
-    if not run.drawn.is_same(start):
-        return True
-    return any(each.kind == "random" for each in run.start.differences(end))
-
-
-def _written_since(marks: Marks, module: nn.Module) -> frozenset[str]:
-    """Return the names of buffers and weights that were written to since."""
-    return frozenset(Marks.of(module, trained=True).changed_since(marks))
+    def note_writes(self, since: Marks, module: nn.Module) -> None:
+        """Note the names of buffers and weights that were written to."""
+        self.written = frozenset(Marks.of(module, trained=True).changed_since(since))
 
 
 class StepAsRun:
@@ -134,8 +131,8 @@ class StepAsRun:
         """Note what the forward pass left."""
         run = self.run
         run.drawn, run.end = RandomState(self._runner.device), self._runner.snapshot()
-        run.has_drawn = _has_drawn(run, self._start, run.end)
-        run.written = _written_since(self._marks, self._runner.module)
+        run.note_draws(self._start)
+        run.note_writes(self._marks, self._runner.module)
 
     def after_backward(self, gradients: AbstractPerSampleGradients) -> None:
         """Look at the gradients, which stay as they are; if there are others than the records', not."""
@@ -201,7 +198,7 @@ class Runner:
             if watched and not self.passes.engine.isolates:
                 stack.enter_context(watch_calls(module, calls))
             self._differentiate(run, query, start, look)
-            run.written = _written_since(marks, module)
+            run.note_writes(marks, module)
             run.calls = tuple(calls)
         return run
 
@@ -251,12 +248,10 @@ class Runner:
     ) -> None:
         """Fill in the gradients of a run, and what it leaves."""
         outputs: list[Any] = []
-        ends: list[Snapshot] = []
 
         def forward(batch: Any) -> Any:
             output = self._forward(batch, run, outputs)
-            run.drawn = RandomState(self.device)
-            ends[:] = [self.snapshot()]
+            run.drawn, run.end = RandomState(self.device), self.snapshot()
             return output
 
         def see(output: Any) -> None:
@@ -271,15 +266,14 @@ class Runner:
             run.gradients = None if found is None else look(found)
         finally:
             self.passes.drop()
-        if ends and self.passes.engine.one_record:  # after each of which all is as before
-            run.drawn = start
-            ends[:] = [self.snapshot()]
-        run.has_drawn = _has_drawn(run, start, ends[0] if ends else None)
+        if run.end and self.passes.engine.one_record:  # after each of which all is as before
+            run.drawn, run.end = start, self.snapshot()
+        run.note_draws(start)
         self.has_drawn = run.has_drawn
-        if ends:
+        if run.end:
             none = torch.zeros((), device=self.device)
             start.restore()  # hooks draw alike, however many numbers the samples have drawn
-            run.end = self._after_hooks(run, ends[0], outputs[0] if outputs else none)
+            run.end = self._after_hooks(run, run.end, outputs[0] if outputs else none)
 
     def _gradients(
         self, query: Query, replay: Replay, samples: Sequence[Any]

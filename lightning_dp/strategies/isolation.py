@@ -165,10 +165,12 @@ class IsolationWatch:
             return
         self._is_first = False
         engine, config = self._step.engine, self._run.config
-        dry = None
+        dry = like = None
         if config.checks.dry_run:
+            with suppress(Exception):  # of which none can be read again
+                like = self._read(chunk.records[:1])[0]
             dry = DryRun(
-                self._sample(chunk),
+                like,
                 have_lengths=not self._collates_as_torch,
                 in_units=config.has_several_rows,
             )
@@ -189,7 +191,11 @@ class IsolationWatch:
         found = self._world.broadcast(found)
         engine.settle()
         self._run.engine = engine.passes.description
-        self._run.isolation = self._described(found)
+        self._run.isolation = "compared on synthetic samples"
+        if engine.passes.engine.isolates and not self._needs_gradients:
+            self._run.isolation = BY_CONSTRUCTION
+        elif found.kind == "not compared":
+            self._run.isolation = f"synthetic samples were not compared ({found.reason})"
         if found.kind == "coupled":
             alone = f" {ALONE}" if self._module.automatic_optimization else ""  # which it needs
             raise MisconfigurationError(
@@ -201,20 +207,6 @@ class IsolationWatch:
             if self._world.is_lead:
                 text = f"Each record runs alone, one after the other{cost}. {reason}"
                 warn(text, topic="one-by-one")
-
-    def _described(self, found: Outcome) -> str:
-        if self._step.engine.passes.engine.isolates and not self._needs_gradients:
-            return BY_CONSTRUCTION
-        if found.kind == "not compared":
-            return f"synthetic samples were not compared ({found.reason})"
-        return "compared on synthetic samples"
-
-    def _sample(self, chunk: Chunk) -> Any:
-        """Return a sample of which types and shapes are used; None if none can be read again."""
-        try:
-            return self._read(chunk.records[:1])[0]
-        except Exception:
-            return None
 
     def _read(self, records: Sequence[int]) -> list[Any]:
         """Read records once more; the random numbers of the run go on as if nobody had."""
