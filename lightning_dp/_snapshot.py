@@ -14,7 +14,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
-from operator import is_, is_not, methodcaller
+from operator import attrgetter, is_, is_not, methodcaller
 from pathlib import PurePath
 from typing import Any, Literal, TypeAlias
 from weakref import WeakValueDictionary
@@ -29,27 +29,19 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 __all__ = [
-    "IS_THERE",
     "OWN_GENERATORS",
-    "VALUES",
     "Difference",
     "Path",
     "RandomState",
     "Snapshot",
     "apart",
-    "modules_of",
-    "put_back",
+    "held_in",
+    "ignore",
     "restored",
-    "seed_own",
-    "state_of",
+    "with_attributes",
 ]
 
-IS_THERE = partial(is_not, None)
-"""Lets ``filter`` leave out None."""
-
-VALUES: Callable[[Any], Iterable[Any]] = methodcaller("values")
-"""Of a module's parts: those of a scripted one are in no ``dict``."""
-
+_IS_THERE = partial(is_not, None)
 OWN_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -89,6 +81,7 @@ class RandomState:
         device: where the model runs; its generator is among them.
         torch_only: leave out Python's and NumPy's, which take ten times as long as the rest and
             draw nothing in most models.
+        own: further generators, which objects of the user's hold.
 
     Example:
         >>> before = RandomState(torch.device("cpu"))
@@ -100,19 +93,21 @@ class RandomState:
         True
     """
 
-    def __init__(self, device: torch.device, *, torch_only: bool = False) -> None:
-        self._device = device
+    def __init__(
+        self, device: torch.device, *, torch_only: bool = False, own: Iterable[Any] = ()
+    ) -> None:
+        self._device, self._torch_only = device, torch_only
         held: list[Any] = [torch.default_generator]
         held += [] if device.type == "cpu" else [_OfDevice(device)]
-        held += [] if torch_only else [random, np.random]
-        self._states = [(each, state_of(each)) for each in held]
+        held += own if torch_only else [random, np.random, *own]
+        self._states = [(each, _state_of(each)) for each in held]
 
     @classmethod
     def seeded(cls, device: torch.device, seed: int) -> RandomState:
         """Return the states that a seed makes, from 0 to 2³² - 1; those of now stay."""
         now = cls(device)
         for each, _ in now._states:
-            seed_own(each, seed)
+            _seed_own(each, seed)
         there = cls(device)
         now.restore()
         return there
@@ -132,12 +127,12 @@ class RandomState:
     def restore(self) -> None:
         """Go back to that moment."""
         for generator, state in self._states:
-            put_back(generator, state)
+            _put_back(generator, state)
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Inside, the random states begin as they were then; afterwards they are as they are now."""
-        now = RandomState(self._device, torch_only=self._states[-1][0] is not np.random)
+        now = RandomState(self._device, torch_only=self._torch_only)
         self.restore()
         try:
             yield
@@ -148,15 +143,15 @@ class RandomState:
 # -- one generator: of an object of the user's program, or a global one ----------------------------
 
 
-def state_of(generator: Any) -> Any:
-    """Return the state of a generator, for :func:`put_back`."""
+def _state_of(generator: Any) -> Any:
+    """Return the state of a generator, for :func:`_put_back`."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
 
 
-def put_back(generator: Any, state: Any) -> None:
-    """Bring a generator to a state of :func:`state_of`."""
+def _put_back(generator: Any, state: Any) -> None:
+    """Bring a generator to a state of :func:`_state_of`."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif hasattr(generator, "setstate"):
@@ -165,7 +160,7 @@ def put_back(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
-def seed_own(generator: Any, seed: int) -> None:
+def _seed_own(generator: Any, seed: int) -> None:
     """Let a generator begin with a seed, from 0 to 2³² - 1."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = type(generator.bit_generator)(seed).state
@@ -175,12 +170,20 @@ def seed_own(generator: Any, seed: int) -> None:
         generator.seed(seed)
 
 
-def modules_of(module: nn.Module) -> list[nn.Module]:
-    """Return a module and all in it, the shared ones at each place: ``modules()`` takes much longer."""
+def held_in(module: nn.Module, *kinds: str) -> Iterator[Tensor]:
+    """Return what a module and all in it hold, the shared ones at each place.
+
+    ``named_parameters()`` takes much longer.
+
+    Args:
+        module: the whole model.
+        kinds: "_buffers", "_parameters".
+    """
     modules: list[Any] = [module]
-    for each in modules:  # which grows
-        modules += filter(IS_THERE, each._modules.values())
-    return modules
+    for each in modules:  # which grows; parts of a scripted one are in no ``dict``
+        modules += filter(_IS_THERE, each._modules.values())
+    held = chain.from_iterable(map(attrgetter(kind), modules) for kind in kinds)
+    return filter(_IS_THERE, chain.from_iterable(map(methodcaller("values"), held)))
 
 
 # -- what a module keeps ------------------------------------------------------------------------
@@ -339,7 +342,7 @@ class Snapshot:
         """Give every generator in attributes a new seed, from torch's global one."""
         for part in self._moving.values():
             if isinstance(part.owner, OWN_GENERATORS):
-                seed_own(part.owner, int(torch.randint(2**32, ())))
+                _seed_own(part.owner, int(torch.randint(2**32, ())))
 
     def _part(self, path: Path) -> _Part | None:
         return self._moving.get(path) or self._still.parts.get(path)
@@ -400,21 +403,35 @@ def apart(module: LightningModule) -> Iterator[None]:
         yield
 
 
+def ignore(*args: Any, **kwargs: Any) -> None:
+    """Do nothing, whatever the arguments."""
+
+
+@contextmanager
+def with_attributes(module: nn.Module, **values: Any) -> Iterator[None]:
+    """Give a module itself these attributes inside, before those of its class."""
+    own = vars(module)
+    before = {name: own[name] for name in values if name in own}
+    own.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            own.pop(name, None)
+        own.update(before)
+
+
 @contextmanager
 def _muted(module: LightningModule) -> Iterator[None]:
     """Log and print nothing inside; ``log_dict`` goes through ``log``."""
-    own, trainer = vars(module), module._trainer
-    earlier = {name: own[name] for name in ("log",) if name in own}
+    trainer = module._trainer
     loggers = getattr(trainer, "loggers", [])
-    own["log"] = lambda *args, **kwargs: None
     if trainer is not None and loggers:
         trainer.loggers = [DummyLogger() for _ in loggers]
     try:
-        with redirect_stdout(io.StringIO()):
+        with with_attributes(module, log=ignore), redirect_stdout(io.StringIO()):
             yield
     finally:
-        own.pop("log", None)
-        own.update(earlier)
         if trainer is not None and loggers:
             trainer.loggers = loggers
 
@@ -465,7 +482,7 @@ class _Part:
         elif isinstance(owner, np.ndarray):
             np.copyto(owner, content)
         elif isinstance(owner, OWN_GENERATORS):
-            put_back(owner, content)
+            _put_back(owner, content)
         elif isinstance(owner, tuple) or _are_same_objects(owner, content):
             return
         elif isinstance(owner, dict):
@@ -701,7 +718,7 @@ def _copied(owner: Any) -> Any:
     if isinstance(owner, Tensor):
         return owner.detach().clone()
     if isinstance(owner, OWN_GENERATORS):
-        return state_of(owner)
+        return _state_of(owner)
     if isinstance(owner, np.ndarray):
         return owner.copy()
     if isinstance(owner, dict | set):

@@ -364,20 +364,14 @@ class Check:
         """Run the samples again in the worlds that earlier records could have left."""
         twins = self._twins
         if twins.has_ever and found.runs:
-            together = found.runs[0]
+            together, kept = found.runs[0], len(self._kept(0))
             twin = self._in_world(twins.in_place())
-            runs = [
-                together,
-                twin,
-                self._in_world(twins.at_end(0)),
-                self._in_world(twins.at_end(1)),
-            ]
+            one, other = map(self._in_world, twins.at_ends())
+            pairs = [(together, twin), (one, other)]
             for sign in (1.0, -1.0):  # far from both: what one batch did may be small, and gone
                 with suppress(Exception):  # of the user's, on values that no run had
-                    runs += [together, self._in_world(twins.far(sign))]
-            kept = len(self._kept(0))
-            pairs = zip(runs[::2], runs[1::2], strict=True)
-            if not all(self._distance(a, b, kept) <= self._limit(kept) for a, b in pairs):
+                    pairs.append((together, self._in_world(twins.far(sign))))
+            if not all(self._distance(*pair, kept) <= self._limit(kept) for pair in pairs):
                 self._fault = twins.fault().removesuffix(".")
             if together.end is not None and twin.end is not None:
                 twins.after_twin(together.end, twin.end)

@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from lightning_dp._snapshot import RandomState, Snapshot, restored
+from lightning_dp._snapshot import RandomState, Snapshot, ignore, restored, with_attributes
 from lightning_dp.boundary import Query
 from lightning_dp.functional import full_precision
 from lightning_dp.gradients import RecordPasses, Replay, UnsupportedModelError
@@ -324,10 +324,6 @@ _SDPA_DROPOUT = 4  # the place of dropout_p among the arguments
 _DROP = (_DropoutNd, nn.RReLU, nn.RNNBase, nn.MultiheadAttention)  # by chance, while they train
 
 
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Do nothing, whatever the arguments."""
-
-
 class _NoDropout(TorchFunctionMode):
     """Lets functions of torch drop nothing."""
 
@@ -394,7 +390,7 @@ class _StillScheduler:
     """A scheduler that does nothing, and gives the optimizers' learning rates."""
 
     last_epoch = 0
-    step = staticmethod(_ignore)
+    step = staticmethod(ignore)
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
@@ -445,10 +441,9 @@ class ByHand:
         self._released: tuple[Tensor | None] | None = None  # the private one has stepped
         self.public_steps: list[PublicStep] = []
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def in_place(self) -> AbstractContextManager[None]:
         """Let the module step and go back by these, inside."""
-        own, module = vars(self._module), self._module
+        module = self._module
         shown = self._stills if len(self._stills) > 1 else self._stills[0]
         count = len(module.trainer.lr_scheduler_configs)
         still = _StillScheduler(self._stills)
@@ -456,18 +451,11 @@ class ByHand:
             "optimizers": lambda use_pl_optimizer=True: shown,
             "lr_schedulers": lambda: [still] * count if count > 1 else still,
             "manual_backward": self._note,
-            "clip_gradients": _ignore,
+            "clip_gradients": ignore,
         }
         if len(self._stills) == 1:
-            replaced |= {"toggle_optimizer": _ignore, "untoggle_optimizer": _ignore}
-        before = {name: own[name] for name in replaced if name in own}
-        own.update(replaced)
-        try:
-            yield
-        finally:
-            for name in replaced:
-                del own[name]
-            own.update(before)
+            replaced |= {"toggle_optimizer": ignore, "untoggle_optimizer": ignore}
+        return with_attributes(module, **replaced)
 
     @property
     def settings(self) -> list[dict[str, Any]]:

@@ -28,8 +28,6 @@ from lightning_dp._snapshot import (
     RandomState,
     Snapshot,
     is_same_content,
-    put_back,
-    state_of,
 )
 from lightning_dp._world import World
 from lightning_dp.boundary import Query
@@ -213,13 +211,11 @@ class IsolationWatch:
         dataset = self._loader.dataset
         kept = getattr(dataset, "__dict__", {})  # a list has none
         own = [each for each in kept.values() if isinstance(each, OWN_GENERATORS)]
-        states = [state_of(each) for each in own]
+        before = RandomState(self._trainer.strategy.root_device, own=own)
         try:
-            with RandomState(self._trainer.strategy.root_device).again():
-                return [dataset[record] for record in records]
+            return [dataset[record] for record in records]
         finally:
-            for each, state in zip(own, states, strict=True):
-                put_back(each, state)
+            before.restore()
 
     # -- at charged batches ------------------------------------------------------------------------
 
