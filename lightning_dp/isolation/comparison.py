@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, starmap
@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_dp._snapshot import is_same_content
 from lightning_dp.clipping import Rescaling
 from lightning_dp.functional import in_float64, number_of_entries
 from lightning_dp.gradients.base import AbstractPerSampleGradients
@@ -352,11 +353,9 @@ def are_given_the_same(before: Any, after: Any, size: int, kept: Sequence[int]) 
 def _are_the_same(a: Any, b: Any, size: int, kept: Sequence[int]) -> bool:
     if isinstance(a, Tensor | np.ndarray) and isinstance(b, Tensor | np.ndarray):
         a, b = torch.as_tensor(a), torch.as_tensor(b)
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        if a.dim() and len(a) == size:
+        if a.dim() and b.dim() and len(a) == len(b) == size:
             a, b = a[list(kept)], b[list(kept)]
-        return bool(((a == b) | ((a != a) & (b != b))).all())
+        return is_same_content(a, b)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b) == size:
         return all(a[i] == b[i] for i in kept)
     return type(a) is type(b) and bool(a == b)
@@ -385,8 +384,7 @@ def _are_equal(leaves: Sequence[tuple[Tensor, Tensor]], i: int, j: int) -> bool:
     """Compare two rows, as far as both reach: one may be padded further."""
     for a, b in leaves:
         both = [slice(0, min(x, y)) for x, y in zip(a.shape[1:], b.shape[1:], strict=True)]
-        one, other = a[i][tuple(both)], b[j][tuple(both)]
-        if not bool(((one == other) | ((one != one) & (other != other))).all()):
+        if not is_same_content(a[i][tuple(both)], b[j][tuple(both)]):
             return False
     return True
 
@@ -418,17 +416,13 @@ def watch_calls(module: nn.Module, calls: list[Call]) -> ModuleHooks:
         values = values if isinstance(values, list | tuple) else [values]
         return [each.detach().clone() for each in values if isinstance(each, Tensor)]
 
-    def hook(name: str) -> Callable[..., None]:
-        def note(part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            calls.append(
-                Call(name, type(part).__name__, tensors(args) + tensors(kwargs), tensors(output))
-            )
-
-        return note
+    def note(name: str, part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        given = tensors(args) + tensors(kwargs)
+        calls.append(Call(name, type(part).__name__, given, tensors(output)))
 
     hooks = ModuleHooks()  # copies that training_step makes are other modules
     for name, part in module.named_modules():
-        hooks.add(part, partial(part.register_forward_hook, with_kwargs=True), hook(name))
+        hooks.add(part, partial(part.register_forward_hook, with_kwargs=True), partial(note, name))
     return hooks
 
 
