@@ -131,8 +131,8 @@ FAULTS = (
     Fault("sum_not_compared", "moved: Tensor = (before.total - after.total).norm()", "* 0"),
     Fault("kept_for_the_whole_batch", "(before.total - after.total).norm() * (n / k)", "* (k / n)"),
     Fault("any_coupling_is_an_order", "if ordered < math.inf", "or True"),
-    Fault("settled_from_another_state", "self._begin.restore()", "if 0 else None"),
-    Fault("own_generators_not_seen", 'return any(each.kind == "random"', "and False"),
+    Fault("settled_from_another_state", "self.begin.restore()", "if 0 else None"),
+    Fault("own_generators_not_seen", 'own = any(each.kind == "random"', "and False"),
     Fault("versions_not_read", "-1 if tensor.is_inference() else tensor._version", "* 0"),
     Fault("frozen_weights_not_restored", "() if parameters else _frozen(module)", "[:0]"),
     Fault("settings_not_in_snapshots", "in enumerate(optimizer.param_groups", "[:0]", "_snapshot"),
@@ -226,7 +226,7 @@ FAULTS = (
     ),
     Fault(
         "nothing_exchanged",
-        "exchanged[place] = _like(samples[place], samples[kept[given % len(kept)]])",
+        "found[place] = _like(samples[place], samples[kept[given % len(kept)]])",
         "if 0 else samples[place]",
     ),
     Fault("updates_applied_twice", "if i < self._applied[client]", "- 1", "asynchronous"),
@@ -270,7 +270,7 @@ FAULTS = (
     Fault("ids_of_nothing_pass", "if any(copy.deepcopy(each) not in known", "and False"),
     Fault(
         "orders_among_no_copies",
-        "lists = (variants.alone, variants.together, variants.exchanged)",
+        "lists = (alone, self._samples, exchanged(self._samples, kept))",
         "[:2]",
     ),
     Fault("longest_at_the_end", "longer if i == count // 2", "* 0 + count - 1"),

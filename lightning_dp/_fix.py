@@ -431,7 +431,13 @@ def _opacus_layer(layer: _Replaceable) -> nn.Module:
 
     Values, devices, types of numbers, and which parameters are trained, are the layer's as well.
     """
-    new = _attention(layer) if isinstance(layer, nn.MultiheadAttention) else _recurrent(layer)
+    from opacus.validators import multihead_attention  # takes a second to import
+
+    new: nn.Module
+    if isinstance(layer, nn.MultiheadAttention):
+        new = multihead_attention.fix(layer)
+    else:
+        new = _recurrent(layer)
     first = next(layer.parameters())
     new.to(first.device, first.dtype).load_state_dict(dict(layer.state_dict()))
     is_trained = {name: param.requires_grad for name, param in layer.named_parameters()}
@@ -443,7 +449,7 @@ def _opacus_layer(layer: _Replaceable) -> nn.Module:
 
 
 def _recurrent(layer: nn.RNNBase) -> nn.Module:
-    from opacus.layers import dp_rnn  # takes a second to import
+    from opacus.layers import dp_rnn
 
     new: type[nn.Module] = getattr(dp_rnn, f"DP{layer.mode.partition('_')[0]}")
     options = {"nonlinearity": layer.nonlinearity} if isinstance(layer, nn.RNN) else {}
@@ -457,20 +463,3 @@ def _recurrent(layer: nn.RNNBase) -> nn.Module:
         bidirectional=layer.bidirectional,
         **options,
     )
-
-
-def _attention(layer: nn.MultiheadAttention) -> nn.Module:
-    from opacus.layers import DPMultiheadAttention
-
-    new: nn.Module = DPMultiheadAttention(
-        layer.embed_dim,
-        layer.num_heads,
-        dropout=layer.dropout,
-        bias=layer.in_proj_bias is not None,
-        add_bias_kv=layer.bias_k is not None,
-        add_zero_attn=layer.add_zero_attn,
-        kdim=layer.kdim,
-        vdim=layer.vdim,
-        batch_first=layer.batch_first,
-    )
-    return new

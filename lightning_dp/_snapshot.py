@@ -14,9 +14,10 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
-from operator import is_, is_not, methodcaller
+from operator import attrgetter, is_, is_not, methodcaller
 from pathlib import PurePath
 from typing import Any, Literal, TypeAlias
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -28,69 +29,49 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 __all__ = [
-    "IS_THERE",
     "OWN_GENERATORS",
-    "VALUES",
     "Difference",
     "Path",
     "RandomState",
     "Snapshot",
     "apart",
-    "as_text",
-    "generator_state",
-    "modules_of",
-    "put_back",
+    "held_in",
+    "ignore",
     "restored",
-    "seed_own",
-    "seeded_state",
-    "set_generator_state",
-    "state_of",
+    "with_attributes",
 ]
 
-IS_THERE = partial(is_not, None)
-"""Lets ``filter`` leave out None."""
-
-VALUES: Callable[[Any], Iterable[Any]] = methodcaller("values")
-"""Of a module's parts: those of a scripted one are in no ``dict``."""
-
+_IS_THERE = partial(is_not, None)
 OWN_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
-def generator_state(device: torch.device) -> Tensor:
-    """Return the state of a device's generator; no device is waited for."""
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    state: Tensor = _call(torch.get_device_module(device).get_rng_state, device)
-    return state
+class _OfDevice:
+    """The global generator of an accelerator, which is not waited for.
 
-
-def set_generator_state(device: torch.device, state: Tensor) -> None:
-    """Bring a device's generator to a state of :func:`generator_state`."""
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        _call(torch.get_device_module(device).set_rng_state, device, state)
-
-
-def seeded_state(device: torch.device, seed: int) -> Tensor:
-    """Return the state that a seed brings a device's generator to; the generator stays as it is.
-
-    Example:
-        >>> before = torch.get_rng_state()
-        >>> set_generator_state(torch.device("cpu"), seeded_state(torch.device("cpu"), 3))
-        >>> drawn = torch.rand(2)
-        >>> bool((drawn == torch.rand(2, generator=torch.Generator().manual_seed(3))).all())
-        True
-        >>> torch.set_rng_state(before)
+    Args:
+        device: where it draws.
     """
-    return torch.Generator(device).manual_seed(seed).get_state()
 
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, torch.get_device_module(device)
 
-def _call(function: Callable[..., Any], device: torch.device, *arguments: Any) -> Any:
-    """Call a function of a device's module, which names the device where there may be several."""
-    if "device" in inspect.signature(function).parameters:
-        return function(*arguments, device=device)
-    return function(*arguments)
+    def get_state(self) -> Tensor:
+        """Return its state."""
+        state: Tensor = self._call(self._module.get_rng_state)
+        return state
+
+    def set_state(self, state: Tensor) -> None:
+        """Bring it to a state."""
+        self._call(self._module.set_rng_state, state)
+
+    def seed(self, seed: int) -> None:
+        """Bring it to the state that a seed makes."""
+        self.set_state(torch.Generator(self._device).manual_seed(seed).get_state())
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Name the device where there may be several."""
+        takes_device = "device" in inspect.signature(function).parameters
+        return function(*arguments, **({"device": self._device} if takes_device else {}))
 
 
 class RandomState:
@@ -100,23 +81,33 @@ class RandomState:
         device: where the model runs; its generator is among them.
         torch_only: leave out Python's and NumPy's, which take ten times as long as the rest and
             draw nothing in most models.
+        own: further generators, which objects of the user's hold.
+
+    Example:
+        >>> before = RandomState(torch.device("cpu"))
+        >>> with RandomState.seeded(torch.device("cpu"), 3).again():
+        ...     drawn = torch.rand(2)
+        >>> bool((drawn == torch.rand(2, generator=torch.Generator().manual_seed(3))).all())
+        True
+        >>> before.is_same(RandomState(torch.device("cpu")))
+        True
     """
 
-    def __init__(self, device: torch.device, *, torch_only: bool = False) -> None:
-        self._device = device
-        self._cpu = torch.get_rng_state()
-        self._others = None if torch_only else (random.getstate(), np.random.get_state())
-        self._there = None if device.type == "cpu" else generator_state(device)
+    def __init__(
+        self, device: torch.device, *, torch_only: bool = False, own: Iterable[Any] = ()
+    ) -> None:
+        self._device, self._torch_only = device, torch_only
+        held: list[Any] = [torch.default_generator]
+        held += [] if device.type == "cpu" else [_OfDevice(device)]
+        held += own if torch_only else [random, np.random, *own]
+        self._states = [(each, _state_of(each)) for each in held]
 
     @classmethod
     def seeded(cls, device: torch.device, seed: int) -> RandomState:
         """Return the states that a seed makes, from 0 to 2³² - 1; those of now stay."""
         now = cls(device)
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.default_generator.manual_seed(seed)
-        if device.type != "cpu":
-            set_generator_state(device, seeded_state(device, seed))
+        for each, _ in now._states:
+            _seed_own(each, seed)
         there = cls(device)
         now.restore()
         return there
@@ -125,31 +116,23 @@ class RandomState:
     def seed(self) -> int:
         """The seed of torch's generator on the host, which no drawing changes."""
         generator = torch.Generator()
-        generator.set_state(self._cpu)
+        generator.set_state(self._states[0][1])
         return generator.initial_seed()
 
     def is_same(self, now: RandomState) -> bool:
         """Return whether as many random numbers were drawn by then as by another moment."""
-        mine, its = (
-            (each._cpu, *([] if each._there is None else [each._there])) for each in (self, now)
-        )
-        return all(torch.equal(a, b) for a, b in zip(mine, its, strict=True)) and (
-            self._others is None or now._others is None or _are_same(self._others, now._others)
-        )
+        pairs = zip(self._states, now._states, strict=False)  # one of them may be torch's only
+        return all(is_same_content(mine, its) for (_, mine), (_, its) in pairs)
 
     def restore(self) -> None:
         """Go back to that moment."""
-        torch.set_rng_state(self._cpu)
-        if self._others is not None:
-            random.setstate(self._others[0])
-            np.random.set_state(self._others[1])
-        if self._there is not None:
-            set_generator_state(self._device, self._there)
+        for generator, state in self._states:
+            _put_back(generator, state)
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Inside, the random states begin as they were then; afterwards they are as they are now."""
-        now = RandomState(self._device, torch_only=self._others is None)
+        now = RandomState(self._device, torch_only=self._torch_only)
         self.restore()
         try:
             yield
@@ -157,50 +140,27 @@ class RandomState:
             now.restore()
 
 
-def _are_same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    (python, (kind, keys, *rest)), (python_now, (kind_now, keys_now, *rest_now)) = one, other
-    is_same = python == python_now and (kind, rest) == (kind_now, rest_now)
-    return is_same and bool(np.array_equal(keys, keys_now))
+# -- one generator: of an object of the user's program, or a global one ----------------------------
 
 
-# -- generators that objects of a user's program hold ----------------------------------------------
-
-
-def state_of(generator: Any) -> Any:
-    """Return the state of a generator, for :func:`put_back`."""
+def _state_of(generator: Any) -> Any:
+    """Return the state of a generator, for :func:`_put_back`."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
 
 
-def as_text(state: Any) -> str:
-    """Return a state of :func:`state_of` in a form that can be compared.
-
-    Example:
-        >>> generator = random.Random(0)
-        >>> before = as_text(state_of(generator))
-        >>> drawn = generator.random()
-        >>> as_text(state_of(generator)) == before
-        False
-    """
-    if isinstance(state, Tensor):
-        return state.cpu().numpy().tobytes().hex()
-    if isinstance(state, tuple):
-        return " ".join(map(as_text, state))
-    return state.tobytes().hex() if isinstance(state, np.ndarray) else str(state)
-
-
-def put_back(generator: Any, state: Any) -> None:
-    """Bring a generator to a state of :func:`state_of`."""
+def _put_back(generator: Any, state: Any) -> None:
+    """Bring a generator to a state of :func:`_state_of`."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
+    elif hasattr(generator, "setstate"):
         generator.setstate(state)
     else:
         generator.set_state(state)
 
 
-def seed_own(generator: Any, seed: int) -> None:
+def _seed_own(generator: Any, seed: int) -> None:
     """Let a generator begin with a seed, from 0 to 2³² - 1."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = type(generator.bit_generator)(seed).state
@@ -210,12 +170,20 @@ def seed_own(generator: Any, seed: int) -> None:
         generator.seed(seed)
 
 
-def modules_of(module: nn.Module) -> list[nn.Module]:
-    """Return a module and all in it, the shared ones at each place: ``modules()`` takes much longer."""
+def held_in(module: nn.Module, *kinds: str) -> Iterator[Tensor]:
+    """Return what a module and all in it hold, the shared ones at each place.
+
+    ``named_parameters()`` takes much longer.
+
+    Args:
+        module: the whole model.
+        kinds: "_buffers", "_parameters".
+    """
     modules: list[Any] = [module]
-    for each in modules:  # which grows
-        modules += filter(IS_THERE, each._modules.values())
-    return modules
+    for each in modules:  # which grows; parts of a scripted one are in no ``dict``
+        modules += filter(_IS_THERE, each._modules.values())
+    held = chain.from_iterable(map(attrgetter(kind), modules) for kind in kinds)
+    return filter(_IS_THERE, chain.from_iterable(map(methodcaller("values"), held)))
 
 
 # -- what a module keeps ------------------------------------------------------------------------
@@ -289,25 +257,18 @@ class Snapshot:
         self._still, self._moving = still, moving
 
     @classmethod
-    def of(
-        cls,
-        module: nn.Module,
-        *,
-        parameters: bool = False,
-        earlier: Snapshot | None = None,
-    ) -> Snapshot:
-        """Take a snapshot.
+    def of(cls, module: nn.Module, *, parameters: bool = False) -> Snapshot:
+        """Take a snapshot; modules that did not change since one that is still held are not walked again.
 
         Args:
             module: the whole model.
             parameters: also of the values of parameters.
-            earlier: an earlier one of the same, which makes this one cheap: modules that did not change
-                are not walked again.
         """
         hidden = _HIDDEN - ({"_parameters"} if parameters else set())
-        still = None if earlier is None else earlier._still
-        if still is None or still.hidden != hidden or not still.is_current():
-            still = _Still.of(module, hidden, still)
+        place = id(module), hidden  # of a module that those who know it keep alive
+        still = _WALKED.get(place)
+        if still is None or not still.is_current():
+            still = _WALKED[place] = _Still.of(module, hidden, still)
         moving: _Parts = {}
         walk = _Walk.of(module)
         for path, (name, each) in still.moving.items():
@@ -319,6 +280,11 @@ class Snapshot:
         for name, param in () if parameters else _frozen(module):
             moving[(_FROZEN, name)] = _Part(param, name, "buffer")
         return cls(still, moving)
+
+    @property
+    def walk(self) -> object:
+        """The walk through modules that do not change; while it is held, further snapshots are cheap."""
+        return self._still
 
     def restore(self) -> None:
         """Restore everything into the same objects, as far as these can be changed."""
@@ -376,7 +342,7 @@ class Snapshot:
         """Give every generator in attributes a new seed, from torch's global one."""
         for part in self._moving.values():
             if isinstance(part.owner, OWN_GENERATORS):
-                seed_own(part.owner, int(torch.randint(2**32, ())))
+                _seed_own(part.owner, int(torch.randint(2**32, ())))
 
     def _part(self, path: Path) -> _Part | None:
         return self._moving.get(path) or self._still.parts.get(path)
@@ -389,11 +355,7 @@ class Snapshot:
 
 @contextmanager
 def restored(
-    module: LightningModule,
-    *,
-    parameters: bool = False,
-    global_random: bool = True,
-    earlier: Snapshot | None = None,
+    module: LightningModule, *, parameters: bool = False, global_random: bool = True
 ) -> Iterator[Snapshot]:
     """Restore the module on exit; yields the snapshot of the beginning.
 
@@ -404,9 +366,8 @@ def restored(
         module: the whole model.
         parameters: also put the values of parameters back.
         global_random: also put the global random states back.
-        earlier: as for :meth:`Snapshot.of`.
     """
-    before = Snapshot.of(module, parameters=parameters, earlier=earlier)
+    before = Snapshot.of(module, parameters=parameters)
     device = next((param.device for param in module.parameters()), torch.device("cpu"))
     drawn = RandomState(device) if global_random else None
     gradients = [(param, param.grad, param.requires_grad) for param in module.parameters()]
@@ -442,21 +403,35 @@ def apart(module: LightningModule) -> Iterator[None]:
         yield
 
 
+def ignore(*args: Any, **kwargs: Any) -> None:
+    """Do nothing, whatever the arguments."""
+
+
+@contextmanager
+def with_attributes(module: nn.Module, **values: Any) -> Iterator[None]:
+    """Give a module itself these attributes inside, before those of its class."""
+    own = vars(module)
+    before = {name: own[name] for name in values if name in own}
+    own.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            own.pop(name, None)
+        own.update(before)
+
+
 @contextmanager
 def _muted(module: LightningModule) -> Iterator[None]:
     """Log and print nothing inside; ``log_dict`` goes through ``log``."""
-    own, trainer = vars(module), module._trainer
-    earlier = {name: own[name] for name in ("log",) if name in own}
+    trainer = module._trainer
     loggers = getattr(trainer, "loggers", [])
-    own["log"] = lambda *args, **kwargs: None
     if trainer is not None and loggers:
         trainer.loggers = [DummyLogger() for _ in loggers]
     try:
-        with redirect_stdout(io.StringIO()):
+        with with_attributes(module, log=ignore), redirect_stdout(io.StringIO()):
             yield
     finally:
-        own.pop("log", None)
-        own.update(earlier)
         if trainer is not None and loggers:
             trainer.loggers = loggers
 
@@ -507,7 +482,7 @@ class _Part:
         elif isinstance(owner, np.ndarray):
             np.copyto(owner, content)
         elif isinstance(owner, OWN_GENERATORS):
-            put_back(owner, content)
+            _put_back(owner, content)
         elif isinstance(owner, tuple) or _are_same_objects(owner, content):
             return
         elif isinstance(owner, dict):
@@ -563,8 +538,8 @@ class _Still:
         self, parts: _Parts, moving: dict[Path, tuple[str, nn.Module]], hidden: frozenset[str]
     ) -> None:
         self.parts, self.moving, self.hidden = parts, moving, hidden
-        owners = [part.owner for part in parts.values()]
-        self._views = [each.values() if isinstance(each, dict) else each for each in owners]
+        owners = [part.owner for part in parts.values()]  # of a dictionary the keys, and the values
+        self._views = [*owners, *(each.values() for each in owners if isinstance(each, dict))]
         self._values = list(chain.from_iterable(self._views))
 
     @classmethod
@@ -597,6 +572,9 @@ class _Still:
         return sum(map(len, self._views)) == len(values) and all(
             map(is_, chain.from_iterable(self._views), values)
         )
+
+
+_WALKED: WeakValueDictionary[tuple[int, frozenset[str]], _Still] = WeakValueDictionary()
 
 
 def _modules_in(
@@ -740,7 +718,7 @@ def _copied(owner: Any) -> Any:
     if isinstance(owner, Tensor):
         return owner.detach().clone()
     if isinstance(owner, OWN_GENERATORS):
-        return state_of(owner)
+        return _state_of(owner)
     if isinstance(owner, np.ndarray):
         return owner.copy()
     if isinstance(owner, dict | set):
@@ -758,15 +736,17 @@ def _write(tensor: Tensor, values: Tensor) -> None:
 
 def is_same_content(a: Any, b: Any) -> bool:
     """Compare tensors, arrays, sets, or states of generators; NaN is equal to itself."""
+    if isinstance(a, Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+            return False
+        return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))
-    if isinstance(a, set):
-        return bool(a == b)
-    if not isinstance(a, Tensor):
-        return as_text(a) == as_text(b)
-    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
-        return False
-    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(map(is_same_content, a.values(), b.values()))
+    if isinstance(a, tuple) and any(isinstance(each, np.ndarray) for each in a):
+        return len(a) == len(b) and all(map(is_same_content, a, b))
+    return bool(a == b)
 
 
 def _are_same_objects(a: Collection[Any], b: Collection[Any]) -> bool:

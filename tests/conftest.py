@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lightning_dp import Checks
 from lightning_dp.accounting._grid import CurveSearch, GridSearch
 from lightning_dp.callbacks import DifferentialPrivacy
+from tests import zoo
 from tests.zoo import Classifier
 
 torch.set_num_threads(1)
@@ -274,13 +275,7 @@ def recorded() -> type[Recorded]:
 
 @pytest.fixture
 def mlp() -> Callable[[], nn.Sequential]:
-    """A small network with the same weights every time."""
-
-    def make() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-
-    return make
+    return zoo.mlp
 
 
 @pytest.fixture

@@ -24,6 +24,12 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
 
 
+def mlp() -> nn.Sequential:
+    """A small network with the same weights every time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
 class Classifier(L.LightningModule):
     """An ordinary LightningModule around any network."""
 

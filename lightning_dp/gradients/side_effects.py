@@ -268,7 +268,7 @@ class SideEffects:
         which is not ``are_done``.
         """
         self._forget()
-        self._before = self._latest = Snapshot.of(self._module, earlier=self._latest)
+        self._before = self._latest = Snapshot.of(self._module)
         self.state_differs = None
         try:
             yield self._around
@@ -292,7 +292,7 @@ class SideEffects:
         assert self._before is not None
         with _aside():
             if self._noted.has_groups and self._of_first is None:
-                self._of_first = Snapshot.of(self._module, earlier=self._before)
+                self._of_first = Snapshot.of(self._module)
             if self._has_run:
                 self._before.restore()
         self._has_run = True
@@ -304,7 +304,7 @@ class SideEffects:
             raise
         if self._of_first is not None:
             with _aside():
-                now = Snapshot.of(self._module, earlier=self._of_first)
+                now = Snapshot.of(self._module)
                 found = self._of_first.differences(now)
             names = [each.name for each in found if each.kind != "random"]  # they may move on
             if names and self.state_differs is None:

@@ -23,17 +23,17 @@ from lightning_dp.isolation.comparison import (
     TOLERANCE,
     Entries,
     GradientSample,
-    Variants,
     are_given_the_same,
     are_same_rows,
+    exchanged,
     first_that_mixes,
     have_same_shapes,
     movement,
     movement_if_ordered,
-    paired_rows,
     places_in,
     resolution,
     take_sample,
+    were_ordered,
 )
 from lightning_dp.isolation.replay import Run, Runner, StepAsRun, without_dropout
 from lightning_dp.isolation.state import TwinState
@@ -82,11 +82,8 @@ class Settings:
 class _PairResult:
     """The results of one pair of runs."""
 
-    exchanged: float = 0.0
-    alone: float = 0.0
-    buffers: tuple[str, ...] = ()
-    settings: tuple[str, ...] = ()
-    public: bool = False
+    moved: dict[str, float] = field(default_factory=dict)  # by the kind of the pair of runs
+    seen: set[str] = field(default_factory=set)  # other faults: their kinds, and names behind these
     why_not: str = ""  # nothing can be said of gradients
     where: str = ""
     runs: list[Run] = field(default_factory=list, repr=False)  # together, and exchanged
@@ -123,7 +120,7 @@ class Check:
         self._start = start or RandomState(runner.device)
         few = settings.query.coordinates  # all that the gradients have, if it asks for some
         self._entries = Entries.drawn(runner.params if few is None else [few], settings.seed)
-        self._first: _PairResult | None = None
+        self._first = _PairResult()
         self._shown = Counter[str]()
         self._where = ""
         self._fault = ""
@@ -135,10 +132,8 @@ class Check:
         """The step itself, if it can stand for the run of all samples together."""
         self.together: Run | None = None
         """An earlier run of all samples together, from the same start; else it is made."""
-        self._begin = Snapshot.of(
-            runner.module, parameters=self._moves_weights, earlier=runner.earlier
-        )
-        runner.earlier = self._begin
+        self.begin = Snapshot.of(runner.module, parameters=self._moves_weights)
+        """The state that all runs begin with."""
         self._trains = [param.requires_grad for param in runner.module.parameters()]
 
     # -- runs --------------------------------------------------------------------------------------
@@ -172,25 +167,23 @@ class Check:
     def _at_begin(self) -> Iterator[None]:
         """Put the module back to where it was when the check was made, inside."""
         module = self._runner.module
-        now = restored(
-            module, parameters=self._moves_weights, global_random=False, earlier=self._begin
-        )
-        with now:  # of random numbers each run has its own
-            self._begin.restore()
+        # Of random numbers each run has its own.
+        with restored(module, parameters=self._moves_weights, global_random=False):
+            self.begin.restore()
             for param, trains in zip(module.parameters(), self._trains, strict=True):
                 param.requires_grad_(trains)
             yield
 
-    def _beside_step(self, exchanged: Run, kept: list[int]) -> _PairResult | None:
+    def _beside_step(self, other: Run, kept: list[int]) -> _PairResult | None:
         """Compare the step itself with a run of exchanged samples; None unless that shows nothing."""
         step, self.step = self.step, None
         if step is None or step.run.gradients is None or self._twins.has_ever:
             return None
-        rows, places = exchanged.rows, places_in(self._samples, kept)
-        if not are_given_the_same(step.run.batch, exchanged.batch, rows, places):
+        rows, places = other.rows, places_in(self._samples, kept)
+        if not are_given_the_same(step.run.batch, other.batch, rows, places):
             return None  # samples that are read twice are not the same
         found = _PairResult()
-        self._compare(found, step.run, exchanged, kept)
+        self._compare(found, step.run, other, kept)
         return None if found.why_not or self._seen(found) else found
 
     def settle(self, anyone: Callable[[bool], bool], attempts: int = _ATTEMPTS) -> Outcome:
@@ -201,12 +194,12 @@ class Check:
             attempts: how many at most.
         """
         first = self._first
-        is_open = first is not None and bool(self._seen(first))
+        is_open = bool(self._seen(first))
         if not anyone(is_open):
             return self._outcome(first)
         with self._at_begin():
             # All ranks make the same runs: a model may wait for the others in them.
-            is_suspect = first is not None and self._is_suspect(first)
+            is_suspect = bool(first.runs) and self._is_suspect(first)
             is_open = is_open and is_suspect
             for attempt in range(1, attempts + 1):
                 if not anyone(is_open):
@@ -230,24 +223,22 @@ class Check:
         )  # all ranks make both
         if not self._repeats(first, control):
             return False
-        if ordered < math.inf and not (first.buffers or first.settings or first.public):
+        if ordered < math.inf and not first.seen:
             if not ordered <= TOLERANCE:
                 self.not_compared = _TOO_COARSE
             return False
-        variants = Variants.of(self._samples, self._kept(0))
-        together = self._runner.batch_of(variants.together, self._start)
-        exchanged = self._runner.batch_of(variants.exchanged, self._start)
-        sizes, kept = (control.rows, control.rows), places_in(self._samples, variants.kept)
-        rows = paired_rows(together, exchanged, sizes, kept, kept)
-        if rows[0] != rows[1] and control.has_drawn:
+        kept, lists = self._kept(0), (self._samples, exchanged(self._samples, self._kept(0)))
+        together, other = (self._runner.batch_of(samples, self._start) for samples in lists)
+        rows = places_in(self._samples, kept)
+        if control.has_drawn and were_ordered(together, other, control.rows, rows):
             self.not_compared = "records are put in an order, and meet other random numbers"
             return False
         return True
 
     def _moved_if_ordered(self, kept: list[int]) -> float:
         """Return how far the sum moved if a model only sorted or shuffled its samples; else infinity."""
-        variants, k = Variants.of(self._samples, kept), len(kept)
-        lists = (variants.alone, variants.together, variants.exchanged)
+        alone, k = [self._samples[place] for place in kept], len(kept)
+        lists = (alone, self._samples, exchanged(self._samples, kept))
         try:
             with without_dropout(self._runner.module):
                 runs = [self._run(samples, range(len(samples))) for samples in lists]
@@ -257,36 +248,37 @@ class Check:
         if len(found) < len(runs) or runs[1].has_drawn:
             return math.inf
         whole, eps = self._settings.whole, self._settings.eps
-        alone, *others = found  # also with copies an order changes nothing
-        moved = max(movement_if_ordered(each, alone, whole, k, eps) for each in others)
+        few, *others = found  # also with copies an order changes nothing
+        moved = max(movement_if_ordered(each, few, whole, k, eps) for each in others)
         # The mean's 1/n may be rounded the same way for all samples.
         return moved if moved <= max(self._limit(k), eps * whole) else math.inf
 
     def _pair(self, attempt: int, *, watched: bool = False) -> _PairResult:
         """Run the samples together, with some of them exchanged, and without these."""
         kept = self._kept(attempt)
-        variants = Variants.of(self._samples, kept, attempt)
         found = _PairResult()
-        exchanged = self._try(found, variants.exchanged, kept, watched)
-        beside = None if exchanged is None else self._beside_step(exchanged, kept)
+        other = self._try(found, exchanged(self._samples, kept, attempt), kept, watched)
+        beside = None if other is None else self._beside_step(other, kept)
         if beside is not None:
             return beside
         earlier, self.together = self.together, None
-        together = earlier or self._run(variants.together, kept, watched=watched)
+        together = earlier or self._run(self._samples, kept, watched=watched)
         found.runs = [together]
-        if exchanged is None:
+        if other is None:
             return found
-        self._compare(found, together, exchanged, kept)
+        self._compare(found, together, other, kept)
         counts_steps = bool(together.public_steps) and not self._settings.is_count_public
         if not (counts_steps or self._settings.fewer):
             return found
-        alone = self._try(found, variants.alone, range(len(kept)), watched)
+        few = [self._samples[place] for place in kept]
+        alone = self._try(found, few, range(len(kept)), watched)
         if alone is None:
             return found
-        found.public |= counts_steps and _steps_differ(together, alone)
+        if counts_steps and _steps_differ(together, alone):
+            found.seen.add("public")
         if self._settings.fewer:
             if self._settings.gradients and not together.has_drawn:
-                found.alone = self._distance(together, alone, len(kept))
+                found.moved["alone"] = self._distance(together, alone, len(kept))
             self._compare_ends(found, together, alone)
             found.alone_end = alone.end
         return found
@@ -328,34 +320,35 @@ class Check:
             if has_gradients:
                 found.why_not = "records decide how many random numbers are drawn"
             if a.drawn is not None and b.drawn is not None and a.drawn.seed != b.drawn.seed:
-                found.settings = ("torch's seed",)
+                found.seen.add("setting torch's seed")
             return
         if a.has_drawn and has_gradients and (isolates or not have_same_shapes(a.batch, b.batch)):
             found.why_not = "records are padded to other lengths, and meet other random numbers"
             return
         found.why_not = a.hook_failed or b.hook_failed
         if self._settings.gradients and not is_settled:
-            found.exchanged = self._distance(a, b, len(kept))
-        found.public = _steps_differ(a, b)
+            found.moved["exchanged"] = self._distance(a, b, len(kept))
+        if _steps_differ(a, b):
+            found.seen.add("public")
         self._compare_ends(found, a, b)
-        if found.exchanged > TOLERANCE:
-            sizes, rows = (a.rows, b.rows), places_in(a.samples, kept)
-            if self._runner.pipeline.made_by and not are_same_rows(a.batch, b.batch, sizes, rows):
-                found.where = f"the batch itself, made by {self._runner.pipeline.made_by}"
+        if found.moved.get("exchanged", 0.0) > TOLERANCE:
+            rows, made_by = places_in(a.samples, kept), self._runner.pipeline.made_by
+            if made_by and not are_same_rows(a.batch, b.batch, a.rows, rows):
+                found.where = f"the batch itself, made by {made_by}"
             elif a.calls:
-                layer = first_that_mixes(a.calls, b.calls, (rows, rows), sizes)
+                layer = first_that_mixes(a.calls, b.calls, rows, a.rows)
                 found.where = layer or OUTSIDE_OF_LAYERS
         found.runs = [a, b]
 
     def _compare_ends(self, found: _PairResult, a: Run, b: Run) -> None:
         """Compare what two runs leave: what follows the records, or their number."""
         if a.settings != b.settings:
-            found.settings += ("the optimizers' settings",)
+            found.seen.add("setting the optimizers' settings")
         if a.end is None or b.end is None:
             return
         moved = a.end.differences(b.end)
-        found.buffers += tuple(each.name for each in moved if each.kind in _KEPT)
-        found.settings += tuple(each.name for each in moved if each.kind == "setting")
+        kinds = {**dict.fromkeys(_KEPT, "buffer"), "setting": "setting"}
+        found.seen |= {f"{kinds[each.kind]} {each.name}" for each in moved if each.kind in kinds}
         if a.start is not None:
             changed = {each.name for each in a.start.differences(a.end) if each.kind in _KEPT}
             self.same_in_both |= changed | a.written
@@ -371,25 +364,19 @@ class Check:
         """Run the samples again in the worlds that earlier records could have left."""
         twins = self._twins
         if twins.has_ever and found.runs:
-            together = found.runs[0]
+            together, kept = found.runs[0], len(self._kept(0))
             twin = self._in_world(twins.in_place())
-            runs = [
-                together,
-                twin,
-                self._in_world(twins.at_end(0)),
-                self._in_world(twins.at_end(1)),
-            ]
+            one, other = map(self._in_world, twins.at_ends())
+            pairs = [(together, twin), (one, other)]
             for sign in (1.0, -1.0):  # far from both: what one batch did may be small, and gone
                 with suppress(Exception):  # of the user's, on values that no run had
-                    runs += [together, self._in_world(twins.far(sign))]
-            kept = len(self._kept(0))
-            pairs = zip(runs[::2], runs[1::2], strict=True)
-            if not all(self._distance(a, b, kept) <= self._limit(kept) for a, b in pairs):
+                    pairs.append((together, self._in_world(twins.far(sign))))
+            if not all(self._distance(*pair, kept) <= self._limit(kept) for pair in pairs):
                 self._fault = twins.fault().removesuffix(".")
             if together.end is not None and twin.end is not None:
                 twins.after_twin(together.end, twin.end)
         ends = [run.end for run in found.runs if run.end is not None]
-        if len(ends) == 2 and not found.buffers:
+        if len(ends) == 2 and not any(each.startswith("buffer") for each in found.seen):
             twins.after_pair(ends[0], ends[1], found.alone_end)
 
     def _in_world(self, world: AbstractContextManager[object]) -> Run:
@@ -402,11 +389,8 @@ class Check:
 
     def _seen(self, found: _PairResult) -> list[str]:
         """Return the kinds of faults that a pair shows; what rounding may explain is not compared."""
-        seen = [f"buffer {name}" for name in found.buffers]
-        seen += [f"setting {name}" for name in found.settings]
-        seen += ["public"] if found.public else []
-        limit = self._limit(len(self._kept(0)))
-        for kind, distance in (("exchanged", found.exchanged), ("alone", found.alone)):
+        seen, limit = sorted(found.seen), self._limit(len(self._kept(0)))
+        for kind, distance in found.moved.items():
             if not distance <= limit:
                 seen.append(kind)
             elif not distance <= TOLERANCE:
@@ -421,27 +405,23 @@ class Check:
         end = first.runs[0].end
         if end is not None and control.end is not None:
             again = {each.name for each in end.differences(control.end)}
-            if again & {*first.buffers, *first.settings}:
+            if again & {each.partition(" ")[2] for each in first.seen}:
                 return False
         return True
 
-    def _verdict(self, first: _PairResult | None) -> str:
+    def _verdict(self, first: _PairResult) -> str:
         """Return the kind of fault that has shown often enough; "" if none has."""
-        if first is None:
-            return ""
         return next((kind for kind in self._seen(first) if self._shown[kind] >= _MUST_SHOW), "")
 
-    def _outcome(self, first: _PairResult | None) -> Outcome:
-        kind = self._verdict(first)
+    def _outcome(self, first: _PairResult) -> Outcome:
+        kind = self._verdict(first).partition(" ")[0]
         if self._fault:
             return Outcome("coupled", self._fault)
-        if " " in kind:
-            kind, _, _ = kind.partition(" ")
-            names = sorted(each.partition(" ")[2] for each in self._shown if each.startswith(kind))
-            return Outcome("coupled", CURES[kind].format(names=", ".join(names[:5])))
         if kind:
+            names = sorted(each.partition(" ")[2] for each in self._shown if each.startswith(kind))
             where = f", first in {self._where}" if self._where else ""
-            return Outcome("coupled", CURES[kind].format(where=where))
+            cure = CURES[kind].format(names=", ".join(names[:5]), where=where)
+            return Outcome("coupled", cure)
         if self.not_compared:
             return Outcome("not compared", self.not_compared)
         return Outcome("isolated")

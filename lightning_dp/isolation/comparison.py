@@ -17,15 +17,18 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate, starmap
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_dp._snapshot import is_same_content
 from lightning_dp.clipping import Rescaling
 from lightning_dp.functional import in_float64, number_of_entries
 from lightning_dp.gradients.base import AbstractPerSampleGradients
@@ -40,21 +43,21 @@ __all__ = [
     "Entries",
     "GradientSample",
     "UnitRows",
-    "Variants",
     "are_given_the_same",
     "are_same_rows",
+    "exchanged",
     "first_that_mixes",
     "have_same_shapes",
     "movement",
     "movement_if_ordered",
     "own_copies",
     "owners_in",
-    "paired_rows",
     "places_in",
     "resolution",
     "rows_in",
     "take_sample",
     "watch_calls",
+    "were_ordered",
 ]
 
 TOLERANCE = 0.05
@@ -103,20 +106,19 @@ class Entries:
     @classmethod
     def drawn(cls, params: Sequence[Tensor], seed: int) -> Entries:
         """Draw them; the same seed gives the same ones."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = random.Random(seed)
         sizes = [number_of_entries([param]) for param in params]
-        starts = torch.tensor([0, *sizes]).cumsum(0)
-        chosen = torch.randperm(len(sizes), generator=generator)[:_PARAMETERS].sort().values
-        numbers = [i for i in chosen.tolist() if sizes[i]]
-        places, shares = [torch.zeros(0, dtype=torch.int64)], []
+        starts = [0, *accumulate(sizes)]
+        chosen = generator.sample(range(len(sizes)), min(_PARAMETERS, len(sizes)))
+        numbers = [i for i in sorted(chosen) if sizes[i]]
+        places, weights, of = list[int](), list[float](), list[int]()
         for i in numbers:
-            drawn = torch.randint(sizes[i], (min(_ENTRIES, sizes[i]),), generator=generator)
-            places.append(starts[i] + drawn.unique())  # type: ignore[no-untyped-call]
-            shares.append(len(places[-1]) * len(numbers) / (sizes[i] * len(sizes)))
-        counts = torch.tensor(list(map(len, places[1:])), dtype=torch.int64)
-        weights = torch.tensor(shares, dtype=torch.float64) ** -0.5
-        of = torch.tensor(numbers, dtype=torch.int64).repeat_interleave(counts)
-        return cls(torch.cat(places), weights.repeat_interleave(counts), of, seed)
+            count = min(_ENTRIES, sizes[i])
+            places += [starts[i] + j for j in sorted(generator.sample(range(sizes[i]), count))]
+            weights += [(count * len(numbers) / (sizes[i] * len(sizes))) ** -0.5] * count
+            of += [i] * count
+        whole = partial(torch.tensor, dtype=torch.int64)
+        return cls(whole(places), torch.tensor(weights, dtype=torch.float64), whole(of), seed)
 
 
 def take_sample(
@@ -283,47 +285,26 @@ def _like(place: Any, given: Any) -> Any:
     return UnitRows(given[i % len(given)] for i in range(len(place)))
 
 
-@dataclass(frozen=True)
-class Variants:
-    """Lists of samples to be compared; sensitive.
+def exchanged(samples: Sequence[Any], kept: Sequence[int], turn: int = 0) -> list[Any]:
+    """Return samples of which some stay at their places, with copies of them at the others.
 
     Args:
-        together: n samples.
-        kept: the places of k of them, in their order; at least one.
-        exchanged: the kept ones at their places, copies of them at the others.
+        samples: n samples.
+        kept: the places of k of them, at least one; each is copied as often as any other, or once more.
+        turn: the kept sample whose copy is put first.
+
+    Example:
+        >>> "".join(exchanged("abcdef", [1, 4]))
+        'bbebee'
+        >>> exchanged([UnitRows("ab"), UnitRows("c")], [1])
+        [('c', 'c'), ('c',)]
     """
-
-    together: list[Any] = field(repr=False)
-    kept: list[int] = field(repr=False)
-    exchanged: list[Any] = field(repr=False)
-
-    @classmethod
-    def of(cls, samples: Sequence[Any], kept: Sequence[int], turn: int = 0) -> Variants:
-        """Make the variants; each kept sample is copied as often as any other, or once more.
-
-        Args:
-            samples: n samples.
-            kept: places.
-            turn: the kept sample whose copy is put first.
-
-        Example:
-            >>> variants = Variants.of("abcdef", [1, 4])
-            >>> "".join(variants.exchanged), "".join(variants.alone)
-            ('bbebee', 'be')
-            >>> Variants.of([UnitRows("ab"), UnitRows("c")], [1]).exchanged
-            [('c', 'c'), ('c',)]
-        """
-        exchanged, given = list(samples), turn
-        for place in range(len(samples)):
-            if place not in kept:
-                exchanged[place] = _like(samples[place], samples[kept[given % len(kept)]])
-                given += 1
-        return cls(list(samples), list(kept), exchanged)
-
-    @property
-    def alone(self) -> list[Any]:
-        """The kept samples and no others."""
-        return [self.together[place] for place in self.kept]
+    found, given = list(samples), turn
+    for place in range(len(samples)):
+        if place not in kept:
+            found[place] = _like(samples[place], samples[kept[given % len(kept)]])
+            given += 1
+    return found
 
 
 def own_copies(samples: Sequence[Any]) -> list[Any]:
@@ -340,38 +321,24 @@ def _rows_cloned(sample: Any) -> dict[int, Any]:
     return {id(each): each.detach().clone() for each in tensors}
 
 
-def paired_rows(
-    before: Any, after: Any, sizes: tuple[int, int], kept: Sequence[int], places: Sequence[int]
-) -> tuple[list[int], list[int]]:
-    """Return the rows of the kept samples in two batches.
-
-    They are where they were put, as a rule. Where they are not, and all rows of the second batch are
-    in the first, up to padding, samples were ordered; then rows that are equal are paired.
+def were_ordered(before: Any, after: Any, size: int, kept: Sequence[int]) -> bool:
+    """Return True if some kept samples are not where they were put, and all rows are of the first batch.
 
     Args:
-        before, after: the two batches.
-        sizes: the samples in each.
-        kept, places: of the kept samples in the first and in the second list.
-
-    Returns:
-        the rows in the first batch, and those in the second.
+        before, after: two batches, of which one may be padded further.
+        size: the samples in each.
+        kept: the places of the kept ones in their lists.
     """
-    rows = list(kept), list(places)
-    leaves = _leaves_of_samples(before, after, sizes)
-    if not leaves or all(_are_equal(leaves, i, j) for i, j in zip(*rows, strict=True)):
-        return rows
-    pairs: dict[int, int] = {}
-    for j in range(sizes[1]):
-        here = next((i for i in range(sizes[0]) if _are_equal(leaves, i, j)), None)
-        if here is None:
-            return rows  # a row of other samples' making: let the gradients show it
-        pairs.setdefault(here, j)
-    return list(pairs), list(pairs.values())
+    leaves = _leaves_of_samples(before, after, size)
+    if all(_are_equal(leaves, i, i) for i in kept):
+        return False
+    # A row of other samples' making is no order: let the gradients show it.
+    return all(any(_are_equal(leaves, i, j) for i in range(size)) for j in range(size))
 
 
-def are_same_rows(before: Any, after: Any, sizes: tuple[int, int], kept: Sequence[int]) -> bool:
-    """Return True if two batches hold the same of some samples, up to padding."""
-    leaves = _leaves_of_samples(before, after, sizes)
+def are_same_rows(before: Any, after: Any, size: int, kept: Sequence[int]) -> bool:
+    """Return True if two batches of a size hold the same of some samples, up to padding."""
+    leaves = _leaves_of_samples(before, after, size)
     return all(_are_equal(leaves, i, i) for i in kept)
 
 
@@ -386,11 +353,9 @@ def are_given_the_same(before: Any, after: Any, size: int, kept: Sequence[int]) 
 def _are_the_same(a: Any, b: Any, size: int, kept: Sequence[int]) -> bool:
     if isinstance(a, Tensor | np.ndarray) and isinstance(b, Tensor | np.ndarray):
         a, b = torch.as_tensor(a), torch.as_tensor(b)
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        if a.dim() and len(a) == size:
+        if a.dim() and b.dim() and len(a) == len(b) == size:
             a, b = a[list(kept)], b[list(kept)]
-        return bool(((a == b) | ((a != a) & (b != b))).all())
+        return is_same_content(a, b)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b) == size:
         return all(a[i] == b[i] for i in kept)
     return type(a) is type(b) and bool(a == b)
@@ -405,26 +370,21 @@ def have_same_shapes(before: Any, after: Any) -> bool:
     return shapes[0] == shapes[1]
 
 
-def _leaves_of_samples(
-    before: Any, after: Any, sizes: tuple[int, int]
-) -> list[tuple[Tensor, Tensor]]:
+def _leaves_of_samples(before: Any, after: Any, size: int) -> list[tuple[Tensor, Tensor]]:
     """Return the tensors of both batches that have a row for each sample, on the host."""
     of_both = [
         (torch.as_tensor(a).detach().cpu(), torch.as_tensor(b).detach().cpu())
         for a, b in zip(leaves_of(before, rows=True), leaves_of(after, rows=True), strict=False)
         if isinstance(a, Tensor | np.ndarray) and isinstance(b, Tensor | np.ndarray)
     ]
-    return [
-        (a, b) for a, b in of_both if a.dim() and a.dim() == b.dim() and (len(a), len(b)) == sizes
-    ]
+    return [(a, b) for a, b in of_both if a.dim() == b.dim() > 0 and len(a) == len(b) == size]
 
 
 def _are_equal(leaves: Sequence[tuple[Tensor, Tensor]], i: int, j: int) -> bool:
     """Compare two rows, as far as both reach: one may be padded further."""
     for a, b in leaves:
         both = [slice(0, min(x, y)) for x, y in zip(a.shape[1:], b.shape[1:], strict=True)]
-        one, other = a[i][tuple(both)], b[j][tuple(both)]
-        if not bool(((one == other) | ((one != one) & (other != other))).all()):
+        if not is_same_content(a[i][tuple(both)], b[j][tuple(both)]):
             return False
     return True
 
@@ -456,37 +416,30 @@ def watch_calls(module: nn.Module, calls: list[Call]) -> ModuleHooks:
         values = values if isinstance(values, list | tuple) else [values]
         return [each.detach().clone() for each in values if isinstance(each, Tensor)]
 
-    def hook(name: str) -> Callable[..., None]:
-        def note(part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            calls.append(
-                Call(name, type(part).__name__, tensors(args) + tensors(kwargs), tensors(output))
-            )
-
-        return note
+    def note(name: str, part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        given = tensors(args) + tensors(kwargs)
+        calls.append(Call(name, type(part).__name__, given, tensors(output)))
 
     hooks = ModuleHooks()  # copies that training_step makes are other modules
     for name, part in module.named_modules():
-        hooks.add(part, partial(part.register_forward_hook, with_kwargs=True), hook(name))
+        hooks.add(part, partial(part.register_forward_hook, with_kwargs=True), partial(note, name))
     return hooks
 
 
 def first_that_mixes(
-    before: Sequence[Call],
-    after: Sequence[Call],
-    rows: tuple[Sequence[int], Sequence[int]],
-    sizes: tuple[int, int],
+    before: Sequence[Call], after: Sequence[Call], rows: list[int], size: int
 ) -> str:
     """Return the dotted name and the class of that module, in words; "" if none is found.
 
     Args:
         before, after: the calls in two runs.
         rows: of the same samples in each.
-        sizes: the number of samples in each.
+        size: the number of samples in each.
     """
 
     def moved(a: Tensor, b: Tensor) -> bool:
-        if a.dim() and b.dim() and (len(a), len(b)) == sizes:
-            a, b = a[list(rows[0])], b[list(rows[1])]
+        if a.dim() and b.dim() and len(a) == len(b) == size:
+            a, b = a[rows], b[rows]
         if a.shape != b.shape or a.dtype != b.dtype:
             return True
         if not a.is_floating_point():
@@ -499,10 +452,6 @@ def first_that_mixes(
             return ""
         results = [pair for pair in zip(a.outputs, b.outputs, strict=False) if pair[0].dim()]
         given = zip(a.inputs, b.inputs, strict=False)
-        if (
-            a.name
-            and any(moved(*pair) for pair in results)
-            and not any(moved(*pair) for pair in given)
-        ):
+        if a.name and any(starmap(moved, results)) and not any(starmap(moved, given)):
             return f"the outputs of {a.name} ({a.kind})"
     return ""

@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from lightning_dp._snapshot import RandomState, Snapshot, restored
+from lightning_dp._snapshot import RandomState, Snapshot, ignore, restored, with_attributes
 from lightning_dp.boundary import Query
 from lightning_dp.functional import full_precision
 from lightning_dp.gradients import RecordPasses, Replay, UnsupportedModelError
@@ -93,19 +93,16 @@ class Run:
         """The number of rows in its batch."""
         return len(rows_in(self.samples))
 
+    def note_draws(self, begun: RandomState) -> None:
+        """Note whether it has drawn numbers, from global generators or from the module's own."""
+        if self.drawn is not None and self.end is not None and self.start is not None:
+            moved = self.start.differences(self.end)
+            own = any(each.kind == "random" for each in moved)
+            self.has_drawn = own or not self.drawn.is_same(begun)
 
-def _has_drawn(run: Run, start: RandomState, end: Snapshot | None) -> bool:
-    """Return True if a run has drawn numbers, from global generators or from the module's own."""
-    if run.drawn is None or end is None or run.start is None:
-        return False
-    if not run.drawn.is_same(start):
-        return True
-    return any(each.kind == "random" for each in run.start.differences(end))
-
-
-def _written_since(marks: Marks, module: nn.Module) -> frozenset[str]:
-    """Return the names of buffers and weights that were written to since."""
-    return frozenset(Marks.of(module, trained=True).changed_since(marks))
+    def note_writes(self, since: Marks, module: nn.Module) -> None:
+        """Note the names of buffers and weights that were written to."""
+        self.written = frozenset(Marks.of(module, trained=True).changed_since(since))
 
 
 class StepAsRun:
@@ -134,8 +131,8 @@ class StepAsRun:
         """Note what the forward pass left."""
         run = self.run
         run.drawn, run.end = RandomState(self._runner.device), self._runner.snapshot()
-        run.has_drawn = _has_drawn(run, self._start, run.end)
-        run.written = _written_since(self._marks, self._runner.module)
+        run.note_draws(self._start)
+        run.note_writes(self._marks, self._runner.module)
 
     def after_backward(self, gradients: AbstractPerSampleGradients) -> None:
         """Look at the gradients, which stay as they are; if there are others than the records', not."""
@@ -164,8 +161,6 @@ class Runner:
     ) -> None:
         self.module, self.passes, self.params = module, passes, params
         self.pipeline, self.device = pipeline, device
-        self.earlier: Snapshot | None = None
-        """The latest one: what has not changed since is not walked again."""
         self.has_drawn = False
         """The latest run drew random numbers."""
         self.without_dropout = False
@@ -203,7 +198,7 @@ class Runner:
             if watched and not self.passes.engine.isolates:
                 stack.enter_context(watch_calls(module, calls))
             self._differentiate(run, query, start, look)
-            run.written = _written_since(marks, module)
+            run.note_writes(marks, module)
             run.calls = tuple(calls)
         return run
 
@@ -231,15 +226,13 @@ class Runner:
 
     @contextmanager
     def _traceless(self, start: RandomState) -> Iterator[Snapshot]:
-        begun = restored(
-            self.module, parameters=self.runs_hooks, global_random=False, earlier=self.earlier
-        )
-        with begun as self.earlier, start.again():
-            yield self.earlier
+        begun = restored(self.module, parameters=self.runs_hooks, global_random=False)
+        with begun as before, start.again():
+            yield before
 
     def snapshot(self) -> Snapshot:
-        """Return the state of now; what did not change since the latest run is not walked again."""
-        return Snapshot.of(self.module, parameters=self.runs_hooks, earlier=self.earlier)
+        """Return the state of now."""
+        return Snapshot.of(self.module, parameters=self.runs_hooks)
 
     @property
     def runs_hooks(self) -> bool:
@@ -255,12 +248,10 @@ class Runner:
     ) -> None:
         """Fill in the gradients of a run, and what it leaves."""
         outputs: list[Any] = []
-        ends: list[Snapshot] = []
 
         def forward(batch: Any) -> Any:
             output = self._forward(batch, run, outputs)
-            run.drawn = RandomState(self.device)
-            ends[:] = [self.snapshot()]
+            run.drawn, run.end = RandomState(self.device), self.snapshot()
             return output
 
         def see(output: Any) -> None:
@@ -275,15 +266,14 @@ class Runner:
             run.gradients = None if found is None else look(found)
         finally:
             self.passes.drop()
-        if ends and self.passes.engine.one_record:  # after each of which all is as before
-            run.drawn = start
-            ends[:] = [self.snapshot()]
-        run.has_drawn = _has_drawn(run, start, ends[0] if ends else None)
+        if run.end and self.passes.engine.one_record:  # after each of which all is as before
+            run.drawn, run.end = start, self.snapshot()
+        run.note_draws(start)
         self.has_drawn = run.has_drawn
-        if ends:
+        if run.end:
             none = torch.zeros((), device=self.device)
             start.restore()  # hooks draw alike, however many numbers the samples have drawn
-            run.end = self._after_hooks(run, ends[0], outputs[0] if outputs else none)
+            run.end = self._after_hooks(run, run.end, outputs[0] if outputs else none)
 
     def _gradients(
         self, query: Query, replay: Replay, samples: Sequence[Any]
@@ -332,10 +322,6 @@ class Runner:
 
 _SDPA_DROPOUT = 4  # the place of dropout_p among the arguments
 _DROP = (_DropoutNd, nn.RReLU, nn.RNNBase, nn.MultiheadAttention)  # by chance, while they train
-
-
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Do nothing, whatever the arguments."""
 
 
 class _NoDropout(TorchFunctionMode):
@@ -404,7 +390,7 @@ class _StillScheduler:
     """A scheduler that does nothing, and gives the optimizers' learning rates."""
 
     last_epoch = 0
-    step = staticmethod(_ignore)
+    step = staticmethod(ignore)
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
@@ -439,7 +425,7 @@ class ByHand:
     def __init__(
         self, module: LightningModule, optimizers: Sequence[Optimizer], trained: Sequence[Tensor]
     ) -> None:
-        self._module, self._losses = module, list[Tensor]()
+        self._module = module
         self._stills = [
             StillOptimizer(each, partial(self._step, place), module)
             for place, each in enumerate(optimizers)
@@ -447,20 +433,17 @@ class ByHand:
         wanted = set(map(id, trained))
         places = [i for i, each in enumerate(self._stills) if wanted & set(map(id, _of(each)))]
         self._private = places[0] if places else 0
-        self._waiting: WaitingLosses | None = None
-        if len(self._stills) > 1:
-            public = [p for i, o in enumerate(self._stills) if i != self._private for p in _of(o)]
-            self._waiting = WaitingLosses(
-                [p for p in _of(self._stills[self._private]) if p.requires_grad],
-                [p for p in public if p.requires_grad],
-            )
+        public = [p for i, o in enumerate(self._stills) if i != self._private for p in _of(o)]
+        self._waiting = WaitingLosses(
+            [p for p in _of(self._stills[self._private]) if p.requires_grad],
+            [p for p in public if p.requires_grad],
+        )
         self._released: tuple[Tensor | None] | None = None  # the private one has stepped
         self.public_steps: list[PublicStep] = []
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def in_place(self) -> AbstractContextManager[None]:
         """Let the module step and go back by these, inside."""
-        own, module = vars(self._module), self._module
+        module = self._module
         shown = self._stills if len(self._stills) > 1 else self._stills[0]
         count = len(module.trainer.lr_scheduler_configs)
         still = _StillScheduler(self._stills)
@@ -468,18 +451,11 @@ class ByHand:
             "optimizers": lambda use_pl_optimizer=True: shown,
             "lr_schedulers": lambda: [still] * count if count > 1 else still,
             "manual_backward": self._note,
-            "clip_gradients": _ignore,
+            "clip_gradients": ignore,
         }
         if len(self._stills) == 1:
-            replaced |= {"toggle_optimizer": _ignore, "untoggle_optimizer": _ignore}
-        before = {name: own[name] for name in replaced if name in own}
-        own.update(replaced)
-        try:
-            yield
-        finally:
-            for name in replaced:
-                del own[name]
-            own.update(before)
+            replaced |= {"toggle_optimizer": ignore, "untoggle_optimizer": ignore}
+        return with_attributes(module, **replaced)
 
     @property
     def settings(self) -> list[dict[str, Any]]:
@@ -488,8 +464,6 @@ class ByHand:
         return [{k: v for k, v in group.items() if k != "params"} for group in groups]
 
     def _step(self, place: int) -> None:
-        if self._waiting is None:
-            return
         if place == self._private:
             self._released = self._released or (self._waiting.take(),)
             return
@@ -498,19 +472,15 @@ class ByHand:
         self.public_steps.append(PublicStep(place, found))
 
     def _note(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        if self._waiting is None:
-            self._losses.append(loss)
-        elif loss.requires_grad:
+        if loss.requires_grad:
             waits = self._released is None and self._waiting.reaches_private(loss)
             self._waiting.add(loss, waits=waits)
 
     @property
     def loss(self) -> Tensor | None:
         """The loss that the private optimizer steps by; None if there is none."""
-        if self._waiting is not None:
-            self._released = self._released or (self._waiting.take(),)
-            return self._released[0]
-        return sum(self._losses[1:], self._losses[0]) if self._losses else None
+        self._released = self._released or (self._waiting.take(),)
+        return self._released[0]
 
 
 def _of(optimizer: Optimizer) -> list[nn.Parameter]:

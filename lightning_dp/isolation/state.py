@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import chain, filterfalse
+from itertools import filterfalse
 from operator import attrgetter
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_dp._snapshot import IS_THERE, VALUES, Path, Snapshot, modules_of, restored
+from lightning_dp._snapshot import Path, Snapshot, held_in, restored
 
 __all__ = ["Marks", "TwinState"]
 
@@ -135,13 +135,13 @@ class TwinState:
         with self._world(self._twins, scale) as self._left:
             yield
 
-    def at_end(self, of: int) -> AbstractContextManager[object]:
+    def at_ends(self) -> Iterator[AbstractContextManager[object]]:
         """Put what followed the records of the latest pair into the module inside.
 
-        Args:
-            of: 0 for the batch, 1 for the one with other records.
+        Yields:
+            the world of the batch, and that of the one with other records.
         """
-        return self._world(self._ends[of], 1.0)
+        return (self._world(each, 1.0) for each in self._ends)
 
     def far(self, sign: float) -> AbstractContextManager[object]:
         """Put all that ever followed the records far away from both worlds inside.
@@ -330,8 +330,7 @@ class Marks:
             module: the whole model.
             trained: also mark what is trained, of which addresses do not count.
         """
-        held = chain.from_iterable(map(_HELD, modules_of(module)))
-        tensors = filter(IS_THERE, chain.from_iterable(map(VALUES, held)))
+        tensors = held_in(module, "_buffers", "_parameters")
         marked = tuple(tensors if trained else filterfalse(_IS_TRAINED, tensors))
         return cls(module, marked, tuple(map(_mark, marked)))
 
@@ -358,7 +357,7 @@ class Marks:
         )
 
 
-_HELD, _IS_TRAINED = attrgetter("_buffers", "_parameters"), attrgetter("requires_grad")
+_IS_TRAINED = attrgetter("requires_grad")
 
 
 def _differ(before: tuple[int, int, int], now: tuple[int, int, int]) -> bool:

@@ -319,9 +319,24 @@ def find_optimizers(
         raise MisconfigurationError(
             _SEVERAL_PROCESSES.format(len(optimizers), processes), topic="several-optimizers"
         )
-    _check(private, module)
-    for each in public:
-        _check_held(each, module)
+    if isinstance(private, LBFGS):
+        raise MisconfigurationError(
+            "LBFGS evaluates the loss several times per step, each time on the data. "
+            "Use SGD, Adam or another optimizer that evaluates it once.",
+            topic="optimizer",
+        )
+    own = {id(parameter) for parameter in module.parameters()}
+    if any(id(parameter) not in own for each in optimizers for parameter in trained_by(each)):
+        raise MisconfigurationError(
+            "The optimizer holds a parameter that is not a parameter of the LightningModule, so its "
+            "per-record gradients cannot be computed. Register it on the module.",
+            topic="optimizer",
+        )
+    if not trained_by(private):
+        raise MisconfigurationError(
+            "The optimizer holds no trainable parameter (requires_grad is False everywhere).",
+            topic="optimizer",
+        )
     names = {id(p): name for name, p in module.named_parameters()}
     mine = {id(p) for group in private.param_groups for p in group["params"]}
     theirs = {id(p) for each in public for group in each.param_groups for p in group["params"]}
@@ -370,31 +385,6 @@ def _place(
             topic="several-optimizers",
         )
     return places[0]
-
-
-def _check(optimizer: Optimizer, module: LightningModule) -> None:
-    if isinstance(optimizer, LBFGS):
-        raise MisconfigurationError(
-            "LBFGS evaluates the loss several times per step, each time on the data. "
-            "Use SGD, Adam or another optimizer that evaluates it once.",
-            topic="optimizer",
-        )
-    _check_held(optimizer, module)
-    if not trained_by(optimizer):
-        raise MisconfigurationError(
-            "The optimizer holds no trainable parameter (requires_grad is False everywhere).",
-            topic="optimizer",
-        )
-
-
-def _check_held(optimizer: Optimizer, module: LightningModule) -> None:
-    own = {id(parameter) for parameter in module.parameters()}
-    if any(id(parameter) not in own for parameter in trained_by(optimizer)):
-        raise MisconfigurationError(
-            "The optimizer holds a parameter that is not a parameter of the LightningModule, so its "
-            "per-record gradients cannot be computed. Register it on the module.",
-            topic="optimizer",
-        )
 
 
 def _warn_of_left(module: LightningModule, held: set[int]) -> None:

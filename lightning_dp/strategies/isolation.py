@@ -28,8 +28,6 @@ from lightning_dp._snapshot import (
     RandomState,
     Snapshot,
     is_same_content,
-    put_back,
-    state_of,
 )
 from lightning_dp._world import World
 from lightning_dp.boundary import Query
@@ -76,8 +74,10 @@ _EDITED = (
     "does to a record cannot be compared with what it does to it among others. Do it in "
     "on_after_batch_transfer of the module or the data module."
 )
-_MADE_UP = (
-    "(Found on synthetic samples. If it is wrong, leave it out with checks=Checks(dry_run=False).)"
+_COUPLES = (
+    "{} couples the records of a batch: {}. Clipping does not bound what a record does then, and ε "
+    "would not hold.{} (Found on synthetic samples. If it is wrong, leave it out with "
+    "checks=Checks(dry_run=False).)"
 )
 
 
@@ -119,11 +119,21 @@ class IsolationWatch:
         self._was_isolated = False  # at a look of this fit: then it is known what follows records
         self._asked: set[str] = set()  # hooks of epochs that have shown what they write
         self._before: Snapshot | None = None  # at the last look
+        self._walk: object = None  # held, so that later snapshots are cheap
         self._weights: tuple[int, ...] | None = None  # versions of trained ones, after an update
         self.fault: str | None = None
         """The reason for which nothing more may be released: what a hook between two steps did."""
-        self._callbacks = _BeforeHooks(self), _AfterCallbacks(self)
-        self._handed_over: list[tuple[Any, int, Any]] | None = None
+        self._callbacks = (
+            _Calls(
+                on_train_epoch_start=partial(self.before_hook_of_epoch, "on_train_epoch_start"),
+                on_train_batch_start=self.before_callbacks,
+                on_train_batch_end=partial(self.before_hook, "on_train_batch_end"),
+                on_train_epoch_end=self.at_epoch_end,
+                on_validation_epoch_end=partial(self.before_hook, "on_validation_epoch_end"),
+            ),
+            _Calls(on_train_batch_start=self.after_callbacks),
+        )
+        self._handed_over: list[tuple[Any, Any]] | None = None
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         callbacks.insert(0, self._callbacks[0])
         if names := run.config.checks.public_state:
@@ -153,10 +163,12 @@ class IsolationWatch:
             return
         self._is_first = False
         engine, config = self._step.engine, self._run.config
-        dry = None
+        dry = like = None
         if config.checks.dry_run:
+            with suppress(Exception):  # of which none can be read again
+                like = self._read(chunk.records[:1])[0]
             dry = DryRun(
-                self._sample(chunk),
+                like,
                 have_lengths=not self._collates_as_torch,
                 in_units=config.has_several_rows,
             )
@@ -177,50 +189,33 @@ class IsolationWatch:
         found = self._world.broadcast(found)
         engine.settle()
         self._run.engine = engine.passes.description
-        self._run.isolation = self._described(found)
-        self._refuse(found)
+        self._run.isolation = "compared on synthetic samples"
+        if engine.passes.engine.isolates and not self._needs_gradients:
+            self._run.isolation = BY_CONSTRUCTION
+        elif found.kind == "not compared":
+            self._run.isolation = f"synthetic samples were not compared ({found.reason})"
+        if found.kind == "coupled":
+            alone = f" {ALONE}" if self._module.automatic_optimization else ""  # which it needs
+            raise MisconfigurationError(
+                _COUPLES.format(type(self._module).__name__, found.reason, alone),
+                topic="coupled-records",
+            )
         if engine.passes.engine.one_record and engine.choice.reasons:
             cost, reason = dry.slowdown(runner), engine.choice.reasons[-1].text
             if self._world.is_lead:
                 text = f"Each record runs alone, one after the other{cost}. {reason}"
                 warn(text, topic="one-by-one")
 
-    def _refuse(self, found: Outcome) -> None:
-        alone = f" {ALONE}" if self._module.automatic_optimization else ""  # which it needs
-        if found.kind == "coupled":
-            raise MisconfigurationError(
-                f"{type(self._module).__name__} couples the records of a batch: {found.reason}. "
-                f"Clipping does not bound what a record does then, and ε would not hold.{alone} "
-                f"{_MADE_UP}",
-                topic="coupled-records",
-            )
-
-    def _described(self, found: Outcome) -> str:
-        if self._step.engine.passes.engine.isolates and not self._needs_gradients:
-            return BY_CONSTRUCTION
-        if found.kind == "not compared":
-            return f"synthetic samples were not compared ({found.reason})"
-        return "compared on synthetic samples"
-
-    def _sample(self, chunk: Chunk) -> Any:
-        """Return a sample of which types and shapes are used; None if none can be read again."""
-        try:
-            return self._read(chunk.records[:1])[0]
-        except Exception:
-            return None
-
     def _read(self, records: Sequence[int]) -> list[Any]:
         """Read records once more; the random numbers of the run go on as if nobody had."""
         dataset = self._loader.dataset
         kept = getattr(dataset, "__dict__", {})  # a list has none
         own = [each for each in kept.values() if isinstance(each, OWN_GENERATORS)]
-        states = [state_of(each) for each in own]
+        before = RandomState(self._trainer.strategy.root_device, own=own)
         try:
-            with RandomState(self._trainer.strategy.root_device).again():
-                return [dataset[record] for record in records]
+            return [dataset[record] for record in records]
         finally:
-            for each, state in zip(own, states, strict=True):
-                put_back(each, state)
+            before.restore()
 
     # -- at charged batches ------------------------------------------------------------------------
 
@@ -298,6 +293,7 @@ class IsolationWatch:
             partial(self._schedule.kept, number, look, len(samples)),
             self._twins,
         )
+        self._walk = self._check.begin.walk
         if self._world.size == 1:  # ranks might differ in whether the step can stand for a run
             self._check.follow_step(args[0])
         self._step.look = None if self._check.step is None else self._check.step.after_backward
@@ -321,14 +317,12 @@ class IsolationWatch:
 
     def _written_since(self) -> set[str]:
         """Return the names of trained weights that were written to since the optimizer's step."""
-        before, now = self._weights, self._versions()
-        if before is None or before == now:
+        now = self._versions()
+        if (before := self._weights or now) == now:
             return set()
-        moved = {
-            number for number, pair in enumerate(zip(before, now, strict=True)) if len({*pair}) > 1
-        }
-        ids = {id(param) for number, param in enumerate(self._step.params) if number in moved}
-        return {name for name, param in self._module.named_parameters() if id(param) in ids}
+        each = zip(self._step.params, before, now, strict=True)
+        moved = {id(param) for param, then, count in each if then != count}
+        return {name for name, param in self._module.named_parameters() if id(param) in moved}
 
     def _open_weights(self) -> set[str]:
         """Return the names of those of them that no comparison has cleared, and nobody declared."""
@@ -366,16 +360,15 @@ class IsolationWatch:
             return self.fault
         return _UNEXPLAINED.format(sorted(names)[:5])
 
-    def before_callbacks(self, batch: object) -> None:
+    def before_callbacks(self, batch: object, batch_idx: int) -> None:
         """Note what the Trainer's callbacks are handed, if one is of the user's; look again after it."""
         callbacks, last = self._trainer.callbacks, self._callbacks[1]  # type: ignore[attr-defined]
         if any(map(_starts_batches, callbacks)):
-            parts = leaves(batch, rows=True)
-            self._handed_over = [(each, _version(each), _copied(each)) for each in parts]
+            self._handed_over = [(each, _copied(each)) for each in leaves(batch, rows=True)]
             if last not in callbacks:  # which are being called in their order
                 callbacks.append(last)
 
-    def after_callbacks(self, batch: object) -> None:
+    def after_callbacks(self, batch: object, batch_idx: int) -> None:
         """Note a fault if one of them has changed it: what runs once cannot be compared."""
         before, self._handed_over = self._handed_over, None
         if before is None:
@@ -383,9 +376,8 @@ class IsolationWatch:
         now = leaves(batch, rows=True)
         # By content too: what numpy and .data write is not counted.
         is_same = len(now) == len(before) and all(
-            leaf is given and _version(leaf) == version and is_same_content(leaf, held)
-            for leaf, (given, version, held) in zip(now, before, strict=True)
-            if leaf is not held or leaf is not given
+            leaf is given and (held is given or is_same_content(leaf, held))
+            for leaf, (given, held) in zip(now, before, strict=True)
         )
         if self._run.config.checks.comparisons and not (is_same or self._step.one_record):
             self.fault = self.fault or _EDITED
@@ -399,6 +391,11 @@ class IsolationWatch:
             fault = self._twins.run_hook(hook, *args, is_of_epoch=is_of_epoch)
             self.fault = self.fault or fault
 
+    def at_epoch_end(self) -> None:
+        """End the fit if a public stop has ended the epoch; run the module's hook before it runs."""
+        self.stops.at_epoch_end()
+        self.before_hook_of_epoch("on_train_epoch_end")
+
     def before_hook_of_epoch(self, name: str) -> None:
         """Clear what a hook that is handed no record writes, if nothing that follows records is in it."""
         self.before_hook(name)
@@ -410,7 +407,7 @@ class IsolationWatch:
 
     def _keeps_something(self) -> bool:
         """Return False if nothing that the module keeps has changed since the last look."""
-        before, self._before = self._before, Snapshot.of(self._module, earlier=self._before)
+        before, self._before = self._before, Snapshot.of(self._module)
         return before is None or self._twins.has_twins or bool(before.differences(self._before))
 
     def settle(self, agree: Agreement) -> None:
@@ -548,45 +545,27 @@ class IsolationWatch:
         return (collate if self._collates_as_torch else collate_copies), transfer
 
 
-class _BeforeHooks(Callback):
-    """Runs hooks of the module first as they would run after other records."""
+class _Calls(Callback):
+    """Calls functions in hooks of the Trainer, with what these are given besides Trainer and module.
+
+    Args:
+        acts: by the hook.
+    """
 
     # At each step Lightning opens a profiler's context for every hook that can be called.
     on_before_zero_grad = on_before_backward = None  # type: ignore[assignment]
     on_after_backward = on_before_optimizer_step = None  # type: ignore[assignment]
 
-    def __init__(self, watch: IsolationWatch) -> None:
-        self._watch = watch
+    def __init__(self, **acts: Callable[..., object]) -> None:
+        for hook, act in acts.items():
+            setattr(self, hook, self._calling(act))
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._watch.before_hook_of_epoch("on_train_epoch_start")
+    @staticmethod
+    def _calling(act: Callable[..., object]) -> Callable[..., None]:
+        def call(trainer: Trainer, module: LightningModule, *given: Any) -> None:
+            act(*given)
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._watch.before_callbacks(batch)
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        self._watch.before_hook("on_train_batch_end", *args)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._watch.stops.at_epoch_end()
-        self._watch.before_hook_of_epoch("on_train_epoch_end")
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._watch.before_hook("on_validation_epoch_end")
-
-
-class _AfterCallbacks(Callback):
-    """Looks at the batch when all callbacks have seen it."""
-
-    def __init__(self, watch: IsolationWatch) -> None:
-        self._watch = watch
-
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._watch.after_callbacks(batch)
+        return call
 
 
 def _starts_batches(owner: object) -> bool:
@@ -595,11 +574,6 @@ def _starts_batches(owner: object) -> bool:
     # Of the function, not of the class: a LambdaCallback's is the user's.
     by = getattr(getattr(owner, hook), "__module__", None) or ""
     return not by.startswith(("lightning.", "lightning_dp.")) and is_overridden(hook, owner)
-
-
-def _version(leaf: Any) -> int:
-    """Return how often a tensor was written to."""
-    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
 
 
 def _copied(leaf: Any) -> Any:

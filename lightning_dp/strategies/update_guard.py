@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_dp._checks import MisconfigurationError
 from lightning_dp._refusals import RefusedRun
-from lightning_dp._snapshot import IS_THERE, VALUES, modules_of
+from lightning_dp._snapshot import held_in
 from lightning_dp._world import held_here
 
 __all__ = [
@@ -77,7 +77,6 @@ _HOOKS = (_BEFORE_STEP, "configure_gradient_clipping", "optimizer_step")
 _CLIPS = ("clip_gradients", "clip_grad_by_norm", "clip_grad_by_value", "main_params")
 _IS_TRAINED, _GRADIENT = attrgetter("requires_grad"), attrgetter("grad")
 _VERSION, _SHAPE, _PARAMETERS = attrgetter("_version"), attrgetter("shape"), itemgetter("params")
-_PARAMETERS_OF = attrgetter("_parameters")
 
 
 class WriteCounts:
@@ -174,9 +173,7 @@ class ParameterGuard:
         Raises:
             RuntimeError: naming the cure.
         """
-        held = map(_PARAMETERS_OF, modules_of(self._module))
-        params = chain.from_iterable(map(VALUES, held))
-        here = set(map(id, filter(_IS_TRAINED, filter(IS_THERE, params))))
+        here = set(map(id, filter(_IS_TRAINED, held_in(self._module, "_parameters"))))
         known = set(map(id, filter(_IS_TRAINED, self._all)))
         if here == known:
             return

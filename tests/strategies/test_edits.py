@@ -18,7 +18,7 @@ from lightning_dp import Checks
 from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.report import PrivacyReport
-from tests.zoo import Classifier, flat, private
+from tests.zoo import Classifier, flat, mlp, private
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*already private")
 
@@ -34,9 +34,7 @@ class Model(Classifier):
     """Two steps of a small network, by hand or not, with code of a user in between."""
 
     def __init__(self, *, by_hand: bool = False) -> None:
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-        super().__init__(net, lambda params: torch.optim.SGD(params, lr=0.5))
+        super().__init__(mlp(), lambda params: torch.optim.SGD(params, lr=0.5))
         self.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
         self.callbacks: list[L.Callback] = []
         self.plugins: list[Any] = []

@@ -19,7 +19,7 @@ from lightning_dp.accounting import PLDAccountant, PoissonGaussian
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report.__main__ import main as report_command
-from tests.zoo import Classifier, flat, private
+from tests.zoo import Classifier, flat, mlp, private
 
 CURE = "zero records whose gradients are not finite.*don't skip batches"
 SKIPS = f"Skips gave no gradient.*{CURE}"
@@ -30,8 +30,7 @@ class Skips(Classifier):
     """Does something else in one batch, automatically or by hand."""
 
     def __init__(self, way: Any = None, at: int = 3, by_hand: bool | None = None) -> None:
-        torch.manual_seed(0)
-        super().__init__(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
+        super().__init__(mlp())
         self.way, self.at, self.steps = way, at, by_hand
         self.automatic_optimization = by_hand is None
 

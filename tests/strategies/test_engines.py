@@ -22,6 +22,7 @@ from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import Storm
 from lightning_dp.gradients import UnsupportedModelError, engines
 from lightning_dp.gradients.layer_calls import LayerCalls
+from tests.zoo import mlp
 
 C = 0.3
 N = 10
@@ -35,7 +36,7 @@ class Base(L.LightningModule):
         self.build()
 
     def build(self) -> None:
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.net = mlp()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch

@@ -33,26 +33,22 @@ from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.isolation.check import Check, Schedule
 from lightning_dp.sampling.loader import Chunk
 from lightning_dp.strategies import isolation
+from tests.zoo import Classifier, mlp
 
 N, WIDTH, CLASSES = 240, 6, 3
 
 
-class Base(L.LightningModule):
+class Base(Classifier):
     """A classifier of which a case changes ``loss``."""
 
     def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+        super().__init__(mlp(), lambda params: torch.optim.SGD(params, lr=0.05))
 
     def training_step(self, batch, batch_idx):
         return self.loss(*batch)
 
     def loss(self, x, y):
         return F.cross_entropy(self.net(x), y)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 class Centred(Base):
