@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from operator import methodcaller
 from typing import Any, TypeAlias
@@ -193,6 +194,7 @@ class CallRecorder(TorchFunctionMode):
         self._own_memory, self._level = own_memory, 0
         self._seen: list[ReferenceType[Tensor]] = []
         self.packed = WeakTensorKeyDictionary()
+        self._made = WeakTensorKeyDictionary()  # of parameters and constants, by a rule
         self._logged_only: set[int] = set()
         self.has_asked = False
         """True if numbers, or shapes that can depend on values, have left torch."""
@@ -293,6 +295,10 @@ class CallRecorder(TorchFunctionMode):
             return self._copied(func, args, kwargs)
         if parts and any(map(is_sample, _tensors((result,), {}))):  # it drew for each sample
             return self._copied(func, args, kwargs)
+        use = FUNCTIONS[name](*args, **kwargs) if parts and name in FUNCTIONS else None
+        if use is not None and use.rule in BY_POSITION and not use.input.requires_grad:
+            v = use.input.expand(self.n, *use.input.shape)
+            self._made[result] = result.grad_fn, use, KeptInputs((v,))
         is_new = not tensors or name in _NEW
         if self._own_memory and is_new and isinstance(result, Tensor) and not is_sample(result):
             if result.requires_grad:
@@ -446,7 +452,12 @@ class CallRecorder(TorchFunctionMode):
             edge = get_gradient_edge(leaf)
             if moved is not None:
                 leaf = dual_of(leaf, moved.expand(self.n, *part.shape).detach())
-        self.calls.append(Call(copied, part, KeptInputs(()), edge, is_first=True))
+        node, use, inputs = self._made.get(part, (None, None, None))  # type: ignore[no-untyped-call]
+        if node is part.grad_fn and use is not None:  # what made it has a rule: the first time step
+            call = Call(use.rule, use.layer, copy(inputs), edge, is_first=True)
+        else:
+            call = Call(copied, part, KeptInputs(()), edge, is_first=True)
+        self.calls.append(call)
         return self.sample(leaf)
 
     def alias(self, part: Tensor) -> Tensor:

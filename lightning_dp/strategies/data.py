@@ -250,9 +250,10 @@ def _check_asker() -> None:
     Raises:
         MisconfigurationException: naming the function that asked.
     """
-    asked = inspect.currentframe()
-    loader = asked and asked.f_back  # the iteration that calls this
-    caller = loader and loader.f_back
+    caller = inspect.currentframe()
+    for _ in range(2):  # the iteration that calls this, and who asks it
+        # A frame that is held by its own variable would keep the batch until Python collects circles.
+        caller = caller and caller.f_back
     while caller is not None and caller.f_globals.get("__name__") in _ON_THE_WAY:
         caller = caller.f_back
     name = None if caller is None else caller.f_globals.get("__name__")

@@ -178,6 +178,15 @@ def folded_attention(m: Net, x: Tensor) -> Tensor:
     return m.attention(y, y, y)[0].unflatten(0, (2, -1)).sum(0).mean(1)
 
 
+def of_constants(m: Net, x: Tensor) -> Tensor:
+    """A layer of a constant meets records twice; of another one after a parameter is added in place."""
+    given = torch.arange(12.0, dtype=x.dtype).view(2, 6)
+    made, changed = m.place(given), m.place(given[:1])
+    changed += m.shift
+    y = m.body(x) + made[:1] + changed
+    return (y.unsqueeze(1) * m.norm(given[1]) + made).tanh().mean(1) * made.mean()
+
+
 def tied_table(m: Net, x: Tensor) -> Tensor:
     return m.out(torch.tanh(m.body(m.words(x))).mean(1))
 
@@ -437,6 +446,8 @@ EXAMPLES: Mapping[str, Example] = {
         lambda m, x: torch.tanh(m.body(torch.cat(
             [m.prompt.weight.expand(len(x), -1, -1), m.words(x)], 1))).mean(1), tokens,
         words=words, prompt=lambda: nn.Embedding(2, 6)),
+    "layers of constants": of_hidden(of_constants, by=HOOKED, place=linear(), shift=weight(6),
+                                     norm=lambda: nn.LayerNorm(6)),
     "transformer block": Example(net(
         lambda m, x: m.head(block(m, x)), words=words, norm=lambda: nn.LayerNorm(6), head=head,
         qkv=linear(out=18), mlp=of(linear(), nn.GELU, linear())), tokens, by=ALL),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import signal
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -121,6 +123,23 @@ def test_gradients_of_the_last_step_are_private_or_gone(classifier, mlp, fit):
     fit(model, private(noise_multiplier=1e6), max_steps=3)
     left = [param.grad for param in model.parameters() if param.grad is not None]
     assert all(float(grad.abs().mean()) > 1e3 for grad in left)
+
+
+@pytest.mark.parametrize("checks", [Checks(), Checks(comparisons=False)])
+def test_a_batch_is_free_when_the_step_after_it_has_begun(checks, classifier, mlp, fit):
+    seen, free = [], []
+
+    class Watch(L.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            free.append(all(each() is None for each in seen[:-1]))
+            seen.append(weakref.ref(batch[0]))
+
+    gc.disable()  # what stands in a circle is not free
+    try:
+        fit(classifier(mlp()), private(checks=checks), max_steps=12, callbacks=[Watch()])
+    finally:
+        gc.enable()
+    assert len(free) == 12 and all(free)
 
 
 def test_the_same_trainer_validates_tests_and_predicts_before_and_after(
