@@ -13,9 +13,7 @@ that was recorded is in results/async_federated.md.
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,12 +25,13 @@ from async_federated_run import (
     LAG,
     LOSSES,
     MNIST_CLIENTS,
+    LogSizes,
     clients_of,
     lenet_run,
     plain_run,
     strongly_convex,
 )
-from common import NOISES, TEST, Summary, finished, gains_text, table
+from common import NOISES, TEST, Summary, finished_all, gains_text, table
 
 from lightning_dp.federated import InverseRootSteps, PolynomialSizes
 from lightning_dp.federated.asynchronous import (
@@ -128,21 +127,12 @@ def plain_runs(
 ) -> list[float]:
     """The accuracy, or the AUC, with each seed."""
     what = (name, options.data, sizes, steps, local_steps, convex, gradients, lag, biased)
-    return [finished(plain_run, *what, seed)[auc] for seed in range(options.seeds)]
+    runs = finished_all(plain_run, [(*what, seed) for seed in range(options.seeds)], options.jobs)
+    return [run[auc] for run in runs]
 
 
 def plain_cell(*what: Any, **more: Any) -> str:
     return Summary.of(plain_runs(*what, **more)).text(4)
-
-
-@dataclass(frozen=True)
-class LogSizes:
-    """s_i = ⌈a (i + 2) / ln(i + 2)⌉: i / ln i, from where it is defined."""
-
-    a: float
-
-    def __call__(self, i: int) -> int:
-        return math.ceil(self.a * (i + 2) / math.log(i + 2))
 
 
 def growth_part(options: argparse.Namespace) -> None:
@@ -219,7 +209,7 @@ def lenet_runs(
 ) -> list[float]:
     """The accuracy with each seed."""
     what = (options.data, clients, sizes, steps, biased, 400 if options.quick else GRADIENTS)
-    return [finished(lenet_run, *what, seed) for seed in range(options.seeds)]
+    return finished_all(lenet_run, [(*what, seed) for seed in range(options.seeds)], options.jobs)
 
 
 def mnist_sizes(options: argparse.Namespace) -> None:
@@ -313,6 +303,7 @@ def main() -> None:
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--loss", nargs="+", choices=LOSSES, default=list(LOSSES))
     parser.add_argument("--seeds", type=int, default=NOISES)
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--quick", action="store_true", help="one small run of each part")
     options = parser.parse_args()
     if not options.seeds >= 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from async_federated_data import LeNetRecords, binary, lenet, mnist
 from async_federated_run import CLIENTS, LAG, Split, federate, right, strongly_convex
-from common import TEST, TUNING_SEED, Summary, finished, gains_text, table
+from common import TEST, TUNING_SEED, Summary, finished_all, gains_text, table
 
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian, calibrate
 from lightning_dp.federated import AsyncPlan, ClientPrivacy, InverseRootSteps, PolynomialSizes
@@ -114,13 +113,14 @@ def private_row(setting: Setting, options: argparse.Namespace, convex: bool) -> 
     """At the paper's η0, and at the one that is best on other held-out records, mean over seeds."""
     rounds, sigma = sigma_of(setting, PRIVATE_RECORDS)
     rounds = 20 if options.quick else rounds
-    found = {}
-    for eta0 in RATES[:1] if options.quick else RATES:
+    rates = RATES[:1] if options.quick else RATES
+    runs = []
+    for eta0 in rates:
         steps = InverseSteps(eta0, 0.001) if convex else InverseRootSteps(eta0, 0.01)
         what = (options.data, AsyncPlan(rounds, setting.sizes, steps, lag=LAG), sigma, convex)
-        found[eta0] = np.array(
-            [finished(private_run, *what, seed) for seed in range(options.seeds)]
-        )
+        runs += [(*what, seed) for seed in range(options.seeds)]
+    results = np.array(finished_all(private_run, runs, options.jobs))
+    found = dict(zip(rates, results.reshape(len(rates), options.seeds, -1), strict=True))
     best = max(found, key=lambda eta0: found[eta0][:, 0].mean())
     cells = [setting.name, f"{found[RATES[0]][0, 3]:.4f}"]
     for eta0 in (RATES[0], best):
@@ -135,22 +135,32 @@ def private_lenet_part(options: argparse.Namespace) -> None:
     """The paper's figure 13: five clients with 10,000 digits each."""
     print(f"\n## LeNet on MNIST, (ε, δ) = ({TARGET}, {DELTA}), C = {CLIP}, η0/(1 + .01 √t)\n")
     print(f"{TEST}\n\nη0 is the best of {LENET_RATES} on 10,000 other digits and another noise.\n")
-    found, rows = [], []
-    for setting in SETTINGS[:2] if options.quick else SETTINGS:
-        rounds, sigma = sigma_of(setting, LENET_RECORDS)
-        rounds = 3 if options.quick else rounds
-        what = (options.data, setting.sizes, rounds, sigma)
-        tried = {
-            rate: finished(private_lenet_run, *what, rate, TUNING_SEED) for rate in LENET_RATES
-        }
-        best = max(tried, key=lambda rate: tried[rate][0])
-        runs = np.array(
-            [finished(private_lenet_run, *what, best, seed) for seed in range(options.seeds)]
-        )
-        found.append(100 * runs[:, 1])
-        rows.append([setting.name, str(rounds), f"{sigma:.3f}", f"{runs[0, 2]:.4f}", f"{best:g}"])
-        rows[-1] += [f"{100 * tried[LENET_RATES[0]][1]:.1f}", Summary.of(found[-1]).text(2)]
-        print(rows[-1], file=sys.stderr, flush=True)
+    settings = SETTINGS[:2] if options.quick else SETTINGS
+    plans = [sigma_of(setting, LENET_RECORDS) for setting in settings]
+    if options.quick:
+        plans = [(3, sigma) for _, sigma in plans]
+    whats = [
+        (options.data, setting.sizes, *plan) for setting, plan in zip(settings, plans, strict=True)
+    ]
+    trials = [(*what, rate, TUNING_SEED) for what in whats for rate in LENET_RATES]
+    tried = np.array(finished_all(private_lenet_run, trials, options.jobs))
+    tried = tried.reshape(len(settings), len(LENET_RATES), -1)
+    best = [LENET_RATES[place] for place in tried[:, :, 0].argmax(1)]
+    reported = [
+        (*what, rate, seed)
+        for what, rate in zip(whats, best, strict=True)
+        for seed in range(options.seeds)
+    ]
+    runs = np.array(finished_all(private_lenet_run, reported, options.jobs))
+    runs = runs.reshape(len(settings), options.seeds, -1)
+    found = list(100 * runs[:, :, 1])
+    rows = [
+        [
+            *(setting.name, str(rounds), f"{sigma:.3f}", f"{runs[i, 0, 2]:.4f}", f"{best[i]:g}"),
+            *(f"{100 * tried[i, 0, 1]:.1f}", Summary.of(found[i]).text(2)),
+        ]
+        for i, (setting, (rounds, sigma)) in enumerate(zip(settings, plans, strict=True))
+    ]
     gains = gains_text([(found[1], other) for other in found if other is not found[1]], 2)
     gains.insert(1, "")
     header = ("batches", "rounds", "σ", "ε by the ledgers", "η0", "%, at η0 = 0.15", "accuracy, %")

@@ -30,6 +30,7 @@ import multiprocessing
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -96,6 +97,7 @@ def main() -> None:
     parser.add_argument("--data", help=f"folder of MNIST (or set {DATA_VARIABLE})")
     parser.add_argument("--quick", action="store_true", help="a small part, in about 2 minutes")
     parser.add_argument("--parts", type=int, nargs="+", default=[1, 2, 3, 4])
+    parser.add_argument("--repeats", type=int, default=FULL.repeats, help="noises of part 1")
     parser.add_argument("--seeds", type=int, help="of part 2; default: 20, or 2 with --quick")
     parser.add_argument(
         "--epsilons", type=float, nargs="+", default=[0.5, 1.0, 3.0], help="of part 2"
@@ -115,7 +117,8 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
         if 1 in options.parts:
-            protocol(pool, folder, QUICK if options.quick else FULL, options.output)
+            size = QUICK if options.quick else replace(FULL, repeats=options.repeats)
+            protocol(pool, folder, size, options.output)
             print(f"\n({time.perf_counter() - start:.0f} s)", flush=True)
         if 2 in options.parts:
             seeds = options.seeds or (2 if options.quick else NOISES)

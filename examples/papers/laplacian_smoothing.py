@@ -29,7 +29,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -41,7 +41,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from archives import DATA_VARIABLE, folder_of, mnist
-from common import NOISES, TEST, Summary, finished, gains_text, print_heading, table
+from common import NOISES, TEST, Summary, finished_all, gains_text, print_heading, table
 from laplacian_smoothing_data import CIFAR10_LAYOUTS, has_cifar10
 from laplacian_smoothing_logistic import (
     DELTA,
@@ -96,6 +96,24 @@ class Size:
     tuning_seeds: int
     rates: tuple[float, ...]
     is_settled: bool = False
+    jobs: int = 1
+
+    def runs(
+        self,
+        folder: str,
+        protocol: Protocol,
+        cells: Sequence[Cell],
+        *,
+        part: str = "test",
+        divisor: float = DEVIATION,
+        is_mixed: bool = False,
+        seeds: range | None = None,
+    ) -> list[np.ndarray]:
+        """The accuracies of the cells with each seed."""
+        where = (part, divisor, is_mixed)
+        seeds = range(self.seeds) if seeds is None else seeds
+        arguments = [(folder, protocol, cells, seed, *where) for seed in seeds]
+        return finished_all(right, arguments, self.jobs)
 
 
 FULL = Size(EPSILONS, (0, 1, 2, 3), 5, NOISES, 3, (2, 4, 8, 12, 16))
@@ -144,10 +162,7 @@ def paper_protocol(folder: str, size: Size, _: Path) -> None:
             for s in size.sigmas
             for e in size.epsilons
         ]
-        found = [
-            finished(right, folder, protocol, cells, seed, "test", DEVIATION, False)
-            for seed in range(size.seeds)
-        ]
+        found = size.runs(folder, protocol, cells)
         noise = {e: noise_of(e) for e in size.epsilons}
         print(f"\n{name}:\n")
         print_table(by_cell(cells, found), size, show_paper=protocol.clips_mean)
@@ -190,9 +205,8 @@ def curves_part(folder: str, size: Size, output: Path) -> None:
     ):
         cells = [Cell(e, s, noise_of(e), AUTHORS_RATE) for e, s in wanted]
         at = np.unique(np.geomspace(10, protocol.steps, 16).round().astype(int)).tolist()
-        found = np.array(
-            [finished(curves, folder, protocol, cells, seed, at) for seed in range(size.seeds)]
-        )  # (seeds, steps, cells, parts)
+        arguments = [(folder, protocol, cells, seed, at) for seed in range(size.seeds)]
+        found = np.array(finished_all(curves, arguments, size.jobs))  # (seeds, steps, cells, parts)
         print(f"\n### Losses after {protocol.steps} steps: {name}\n\n{size.seeds} seeds.\n")
         base = {e: i for i, (e, s) in enumerate(wanted) if not s}
         compared = [i for i, (_, s) in enumerate(wanted) if s]
@@ -232,10 +246,7 @@ def rates_part(folder: str, size: Size, _: Path) -> None:
     sigmas = [s for s in size.sigmas if s != 2]  # the paper's table has no difference to 3
     for name, protocol, noise_of in figures_protocols(folder, min(size.epochs, 2)):
         cells = [Cell(e, s, noise_of(e), a) for e in budgets for s in sigmas for a in rates]
-        found = [
-            finished(right, folder, protocol, cells, seed, "test", DEVIATION, False)
-            for seed in range(size.seeds)
-        ]
+        found = size.runs(folder, protocol, cells)
         shape = (size.seeds, len(budgets), len(sigmas), len(rates))
         results = np.array(found).reshape(shape)
         print(
@@ -296,16 +307,12 @@ def tuned_protocol(folder: str, size: Size, _: Path) -> None:
         if size.is_settled:
             best = [size.rates.index(rate) for row in settled for rate in row]
         else:
-            tried = [
-                finished(right, folder, protocol, grid, seed, "validation", 1.0, is_mixed)
-                for seed in range(TUNING_SEED, TUNING_SEED + size.tuning_seeds)
-            ]
+            seeds = range(TUNING_SEED, TUNING_SEED + size.tuning_seeds)
+            where = {"part": "validation", "divisor": 1.0, "is_mixed": is_mixed}
+            tried = size.runs(folder, protocol, grid, **where, seeds=seeds)
             best = np.mean(tried, axis=0).reshape(-1, len(size.rates)).argmax(1).tolist()
         cells = [grid[i * len(size.rates) + k] for i, k in enumerate(best)]
-        found = [
-            finished(right, folder, protocol, cells, seed, "test", 1.0, is_mixed)
-            for seed in range(size.seeds)
-        ]
+        found = size.runs(folder, protocol, cells, divisor=1.0, is_mixed=is_mixed)
         results = by_cell(cells, found)
         print_table(results, size, show_paper=False)
         rates = {(cell.epsilon, int(cell.sigma)): cell.learning_rate for cell in cells}
@@ -394,7 +401,7 @@ def plot_runs(ax: plt.Axes, done: Mapping[cnn.Run, cnn.Outcome], label: str, tit
     ax.legend(fontsize=7, loc="lower right", ncols=2, framealpha=0.6)
 
 
-def convolutional(part: str, folder: str, output: Path, size: cnn.Size) -> None:
+def convolutional(part: str, folder: str, output: Path, size: cnn.Size, jobs: int) -> None:
     """One of the parts 2 to 4: table and picture."""
     runs = {"mnist": cnn.mnist_runs, "long": cnn.long_runs, "cifar": cnn.cifar_runs}[part](size)
     records, epochs = runs[0].records, runs[0].epochs
@@ -410,7 +417,7 @@ def convolutional(part: str, folder: str, output: Path, size: cnn.Size) -> None:
         "runs of a noise multiplier share batches and noise."
     )
     sys.stdout.flush()
-    done = {run: finished(cnn.fit, run, folder) for run in runs}
+    done = dict(zip(runs, finished_all(cnn.fit, [(r, folder) for r in runs], jobs), strict=True))
     print_runs(done)
     if part == "mnist":
         figure, grid = plt.subplots(2, 2, figsize=(10, 7))
@@ -448,6 +455,7 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, help="one part only")
     parser.add_argument("--settled", action="store_true", help="part tuned: do not tune again")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the pictures")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args()
     folder = folder_of(options.data)
     mnist(folder)
@@ -459,12 +467,13 @@ def main() -> None:
         if part in LOGISTIC:
             print(f"\n## 1. Multiclass logistic regression on MNIST\n\n{TEST}")
             size = QUICK if options.quick else replace(FULL, is_settled=options.settled)
-            LOGISTIC[part](folder, size, options.output)
+            LOGISTIC[part](folder, replace(size, jobs=options.jobs), options.output)
         elif part == "cifar" and not has_cifar10(folder):
             print(f"\n## 4. CIFAR-10 is left out: {folder} does not hold {CIFAR10_LAYOUTS}.")
             continue
         else:
-            convolutional(part, folder, options.output, cnn.QUICK if options.quick else cnn.FULL)
+            size_of_cnn = cnn.QUICK if options.quick else cnn.FULL
+            convolutional(part, folder, options.output, size_of_cnn, options.jobs)
         print(f"\n({time.perf_counter() - start:.0f} s)", flush=True)
     print(f"\nPictures are in {options.output}.")
 
