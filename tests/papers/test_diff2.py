@@ -259,7 +259,7 @@ def test_halving_drops_by_the_level_of_each_rung(example):
 
 @pytest.mark.slow
 def test_halving_prints_its_winners_and_its_tables(run_paper, copies, tmp_path):
-    arguments = ["--confirm", "--sets", "kdd", "--rounds", "160", "--seeds", "2", "--jobs", "1"]
+    arguments = ["--confirm", "--sets", "kdd", "--rounds", "80", "--seeds", "2", "--jobs", "1"]
     done = run_paper("diff2.py", *arguments, "--output", str(tmp_path / "pictures"), data=copies)
     assert done.returncode == 0, done.stderr
     assert "by halving and by the full grid in" in done.stdout
