@@ -220,8 +220,8 @@ def sweep(
     x, n, m, d, count = of.x, of.clients, of.records, of.size, len(settings)
     estimator = settings[0].estimator(of.weight_decay, kept)
     keep = estimator.query_size(d)
-    squares = x.square()
     is_cut, lengths = keep < d and not whole, torch.ones(1)
+    squares = x.square() if is_cut else x
     masks = torch.ones(n, d, 1)
     point = torch.zeros(d, count)
     for t in range(rounds):
