@@ -119,6 +119,11 @@ class Records:
             return float(values.mean())
         return float((values.double() * self.copies).sum() / self.count)
 
+    def take(self, columns: Tensor) -> Records:
+        """Some columns."""
+        copies = None if self.copies is None else self.copies[columns]
+        return Records(self.x[:, columns], self.y[..., columns], self.squares[columns], copies)
+
     def chunks(self, size: int) -> list[Records]:
         """The records in parts of at most ``size`` columns."""
         parts = zip(
