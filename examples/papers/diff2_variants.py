@@ -79,9 +79,10 @@ METHODS: dict[str, dict[str, Sequence[Any]]] = {
     "DIFF2-SGD, larger batches at restarts": {**DIFFERENCES, **BATCHES, "larger": (2.0, 4.0)},
     "DIFF2-BVR-L-SGD": {
         **DIFFERENCES,
+        "rounds": (100, 500),  # it is to save them
         "local": (4, 8),
-        "local_batch": (64, 256),
-        "local_noise": (0.3, 1.0, 3.0),
+        "local_batch": (256, 1024),
+        "local_noise": (1.0, 3.0, 10.0),
     },
 }
 
