@@ -5,7 +5,8 @@
 Parts: sizes (Table 3: accuracy for constant sample sizes), rounds (20 rounds against 9), growth
 (figures 3 to 5), steps (figure 9), lag, biased (clients with one class each: figures 2 and 10),
 biased-lenet (figure 11), lenet (figure 8), private (σ = 8 against the smallest valid σ at
-(1, 5.5e-8) on w8a: figure 12), private-lenet (the same on MNIST: figure 13).
+(1, 5.5e-8) on w8a: figure 12), tuned (sizes, steps and clip norm, beside a model without privacy),
+private-lenet (the same on MNIST: figure 13).
 DIR holds a9a, covertype_subset, phishing, ijcnn1, w8a and mnist as .npz. Prints Markdown; the run
 that was recorded is in results/async_federated.md.
 """
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 from async_federated_data import TWO_DIGITS
-from async_federated_private import private_lenet_part, private_part
+from async_federated_private import private_lenet_part, private_part, tuned_part
 from async_federated_run import (
     CLIENTS,
     GRADIENTS,
@@ -291,6 +292,7 @@ PARTS = {
     "biased-lenet": biased_lenet_part,
     "lenet": lenet_part,
     "private": private_part,
+    "tuned": tuned_part,
     "private-lenet": private_lenet_part,
 }
 
