@@ -15,8 +15,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 import torch
 from async_federated_data import TWO_DIGITS
 from async_federated_private import private_lenet_part, private_part, tuned_part
@@ -42,6 +47,7 @@ from lightning_dp.federated.asynchronous import (
     rounds_for,
 )
 
+OUTPUT = Path("outputs/async_federated")
 SIZES = (50, 100, 200, 500, 700, 1000)
 PAPER = {  # Table 3
     ("a9a", True): (0.8418, 0.8443, 0.8386, 0.8333, 0.8298, 0.7271),
@@ -149,6 +155,7 @@ def growth_part(options: argparse.Namespace) -> None:
     growths["i / ln i"] = LogSizes(each)
     rounds = [str(rounds_for(sizes, gradients)) for sizes in growths.values()]
     print(table(["data", "loss", *growths], [["rounds", "", *rounds]]), flush=True)
+    drawn: dict[str, list[Summary]] = {}
     for name in ["a9a"] if options.quick else ["a9a", "covertype_subset"]:
         for convex in strongly_convex(options):
             steps = InverseSteps(0.01, 0.001) if convex else InverseRootSteps(0.01, 0.01)
@@ -157,6 +164,28 @@ def growth_part(options: argparse.Namespace) -> None:
                 for sizes in growths.values()
             ]
             print_rows(name, kind_of(convex), found)
+            drawn[f"{name}, {kind_of(convex)}"] = [Summary.of(values) for values in found]
+    draw_growths(list(growths), rounds, drawn, options.output)
+
+
+def draw_growths(
+    growths: Sequence[str], rounds: Sequence[str], drawn: dict[str, list[Summary]], folder: Path
+) -> None:
+    """Accuracies by the growth of the sizes, with the 95 % intervals of their means."""
+    figure, axis = plt.subplots(figsize=(8, 4))
+    for title, of in drawn.items():
+        line = "--" if title.endswith(", convex") else "-"
+        means, margins = [each.mean for each in of], [each.margin for each in of]
+        axis.errorbar(range(len(of)), means, margins, fmt=f"o{line}", ms=4, capsize=3, label=title)
+    names = [f"{growth}\n{count} rounds" for growth, count in zip(growths, rounds, strict=True)]
+    axis.set_xticks(range(len(names)), names)
+    axis.set(ylabel="accuracy", title="Sizes 50 i^c and 50 i / ln i, 20,000 gradients")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / "growth.png", dpi=80)
+    plt.close(figure)
 
 
 def steps_part(options: argparse.Namespace) -> None:
@@ -306,6 +335,7 @@ def main() -> None:
     parser.add_argument("--loss", nargs="+", choices=LOSSES, default=list(LOSSES))
     parser.add_argument("--seeds", type=int, default=NOISES)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the picture")
     parser.add_argument("--quick", action="store_true", help="one small run of each part")
     options = parser.parse_args()
     if not options.seeds >= 1:

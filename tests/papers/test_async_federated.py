@@ -124,6 +124,7 @@ def test_it_runs_on_small_archives(run_paper, mnist_folder, tmp_path):
     done = run_paper("async_federated.py", *arguments, data=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("## ") == 11
+    assert (tmp_path / "outputs/async_federated/growth.png").stat().st_size > 10_000
 
 
 # -- the paper's parameter selection prints the paper's numbers, and the true ε ----------------------
