@@ -5,7 +5,7 @@
 Parts: sizes (Table 3: accuracy for constant sample sizes), rounds (20 rounds against 9), growth
 (figures 3 to 5), steps (figure 9), lag, biased (clients with one class each: figures 2 and 10),
 biased-lenet (figure 11), lenet (figure 8), private (σ = 8 against the smallest valid σ at
-(1, 5.5e-8) on w8a: figure 12), tuned (sizes, steps and clip norm, beside a model without privacy),
+(1, 5.5e-8) on w8a: figure 12), tuned (sizes, steps and clip norm, next to a model without privacy),
 private-lenet (the same on MNIST: figure 13).
 DIR holds a9a, covertype_subset, phishing, ijcnn1, w8a and mnist as .npz. Prints Markdown; the run
 that was recorded is in results/async_federated.md.
