@@ -268,7 +268,7 @@ SETTLED: dict[str, tuple[Noise, Setting, Setting]] = {
 
 
 def halved(bench: Bench) -> dict[str, tuple[Noise, Setting, Setting]]:
-    """What successive halving chooses, in the form of ``SETTLED``; the full grid's choice is printed."""
+    """Return what successive halving chooses, in the form of ``SETTLED``."""
     grids = {"GD": [Setting(0.5**i) for i in range(10)], "DP-GD": dp_gd_grid()}
     grids["DIFF2-GD"] = diff2_grid()
     tuned = {title: (noise, grids[title.split(",")[0]]) for title, (noise, *_) in SETTLED.items()}
@@ -334,9 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=5, help="of splits, parameters and noises")
     parser.add_argument("--settled", action="store_true", help="California, not tuned again")
     parser.add_argument("--halving", action="store_true", help="one setting, by successive halving")
-    parser.add_argument(
-        "--confirm", action="store_true", help="halving, and the full grid beside it"
-    )
+    parser.add_argument("--confirm", action="store_true", help="halving, and the full grid")
     parser.add_argument("--rounds", type=int, default=2000, help="R")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the pictures")
     parser.add_argument("--jobs", type=int, default=2, help="processes")

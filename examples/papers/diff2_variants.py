@@ -2,7 +2,7 @@
 
     python examples/papers/diff2_variants.py --data DIR [--sets california gas] [--jobs N]
 
-Plain DIFF2-GD with full batches does not (results/diff2.md). Beside it and DP-GD here: both on Poisson
+Plain DIFF2-GD with full batches does not (results/diff2.md). Next to it and DP-GD here: both on Poisson
 minibatches; restarts on larger batches; restarts that are triggered by what was released; and the paper's
 Algorithm 4, DIFF2-BVR-L-SGD, whose ten workers in turn make local steps between two rounds. All at one ε
 (add/remove, by the accountant), 38 runs of tuning each (``common.RUNGS``, on the train loss), 20 noises.
@@ -249,7 +249,7 @@ def step(params: list[Tensor], estimate: Tensor, rate: float) -> list[Tensor]:
 def local_steps(
     course: Course, params: list[Tensor], before: list[Tensor], estimate: Tensor, worker: int
 ) -> list[Tensor]:
-    """Algorithm 4: K - 1 steps of one worker, each with a difference of its own minibatch."""
+    """Algorithm 4: K - 1 steps of one worker, each with the difference on another minibatch."""
     plan = course.plan
     rate = min(1.0, plan.local_batch * WORKERS / course.count)
     for _ in range(plan.local - 1):

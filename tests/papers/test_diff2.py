@@ -117,7 +117,7 @@ def copies(folder: Path) -> Path:
 
 
 def test_equal_records_count_as_often_as_they_are_there(example, copies, monkeypatch):
-    """Sums, means and runs beside those where each copy is a column of its own."""
+    """Sums, means and runs are those where each copy is another column."""
     counted = example.diff2_data.split("kdd", str(copies), 0)
     kdd = example.diff2_data.SETS["kdd"]
     monkeypatch.setitem(
