@@ -596,7 +596,7 @@ def page(results: Results, command: str, picture: str) -> str:
         f"{count} settings with {noises} new noise{'s' * (noises > 1)}" for count, noises in RUNGS
     )
     parts = [
-        "# What gains what",
+        f"# What gains what\n\n![gain over DP-SGD]({picture})",
         "**Claim, of each method's paper:** it gains over DP-SGD at equal ε. **Here** all are tuned "
         "with equal effort, draw equally many records, and are compared in pairs of runs with the same "
         "seed.",
@@ -608,7 +608,6 @@ def page(results: Results, command: str, picture: str) -> str:
         f"## What did not\n\nWorse than DP-SGD (adjusted p < 0.05):\n\n{verdicts(flat, -1)}\n\n"
         f"No difference beyond chance:\n\n{verdicts(flat, 0)}\n\n"
         f"What is in no list has fewer than {FEWEST_PAIRS} pairs of runs, or none.",
-        f"![gain over DP-SGD]({picture})",
         "## How\n\n"
         f"- Tuning: {rounds}; survivors by the mean on validation records (cross-entropy on a9a, "
         f"accuracy elsewhere) over all noises so far: {TUNING_RUNS} runs for every method, problem and "

@@ -5,7 +5,8 @@
 Parts: sizes (Table 3: accuracy for constant sample sizes), rounds (20 rounds against 9), growth
 (figures 3 to 5), steps (figure 9), lag, biased (clients with one class each: figures 2 and 10),
 biased-lenet (figure 11), lenet (figure 8), private (σ = 8 against the smallest valid σ at
-(1, 5.5e-8) on w8a: figure 12), private-lenet (the same on MNIST: figure 13).
+(1, 5.5e-8) on w8a: figure 12), tuned (sizes, steps and clip norm, next to a model without privacy),
+private-lenet (the same on MNIST: figure 13).
 DIR holds a9a, covertype_subset, phishing, ijcnn1, w8a and mnist as .npz. Prints Markdown; the run
 that was recorded is in results/async_federated.md.
 """
@@ -13,26 +14,30 @@ that was recorded is in results/async_federated.md.
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 import torch
 from async_federated_data import TWO_DIGITS
-from async_federated_private import private_lenet_part, private_part
+from async_federated_private import private_lenet_part, private_part, tuned_part
 from async_federated_run import (
     CLIENTS,
     GRADIENTS,
     LAG,
     LOSSES,
     MNIST_CLIENTS,
+    LogSizes,
     clients_of,
     lenet_run,
     plain_run,
     strongly_convex,
 )
-from common import NOISES, TEST, Summary, finished, gains_text, table
+from common import NOISES, TEST, Summary, finished_all, gains_text, table
 
 from lightning_dp.federated import InverseRootSteps, PolynomialSizes
 from lightning_dp.federated.asynchronous import (
@@ -42,6 +47,7 @@ from lightning_dp.federated.asynchronous import (
     rounds_for,
 )
 
+OUTPUT = Path("outputs/async_federated")
 SIZES = (50, 100, 200, 500, 700, 1000)
 PAPER = {  # Table 3
     ("a9a", True): (0.8418, 0.8443, 0.8386, 0.8333, 0.8298, 0.7271),
@@ -128,21 +134,12 @@ def plain_runs(
 ) -> list[float]:
     """The accuracy, or the AUC, with each seed."""
     what = (name, options.data, sizes, steps, local_steps, convex, gradients, lag, biased)
-    return [finished(plain_run, *what, seed)[auc] for seed in range(options.seeds)]
+    runs = finished_all(plain_run, [(*what, seed) for seed in range(options.seeds)], options.jobs)
+    return [run[auc] for run in runs]
 
 
 def plain_cell(*what: Any, **more: Any) -> str:
     return Summary.of(plain_runs(*what, **more)).text(4)
-
-
-@dataclass(frozen=True)
-class LogSizes:
-    """s_i = ⌈a (i + 2) / ln(i + 2)⌉: i / ln i, from where it is defined."""
-
-    a: float
-
-    def __call__(self, i: int) -> int:
-        return math.ceil(self.a * (i + 2) / math.log(i + 2))
 
 
 def growth_part(options: argparse.Namespace) -> None:
@@ -158,6 +155,7 @@ def growth_part(options: argparse.Namespace) -> None:
     growths["i / ln i"] = LogSizes(each)
     rounds = [str(rounds_for(sizes, gradients)) for sizes in growths.values()]
     print(table(["data", "loss", *growths], [["rounds", "", *rounds]]), flush=True)
+    drawn: dict[str, list[Summary]] = {}
     for name in ["a9a"] if options.quick else ["a9a", "covertype_subset"]:
         for convex in strongly_convex(options):
             steps = InverseSteps(0.01, 0.001) if convex else InverseRootSteps(0.01, 0.01)
@@ -166,6 +164,28 @@ def growth_part(options: argparse.Namespace) -> None:
                 for sizes in growths.values()
             ]
             print_rows(name, kind_of(convex), found)
+            drawn[f"{name}, {kind_of(convex)}"] = [Summary.of(values) for values in found]
+    draw_growths(list(growths), rounds, drawn, options.output)
+
+
+def draw_growths(
+    growths: Sequence[str], rounds: Sequence[str], drawn: dict[str, list[Summary]], folder: Path
+) -> None:
+    """Accuracies by the growth of the sizes, with the 95 % intervals of their means."""
+    figure, axis = plt.subplots(figsize=(8, 4))
+    for title, of in drawn.items():
+        line = "--" if title.endswith(", convex") else "-"
+        means, margins = [each.mean for each in of], [each.margin for each in of]
+        axis.errorbar(range(len(of)), means, margins, fmt=f"o{line}", ms=4, capsize=3, label=title)
+    names = [f"{growth}\n{count} rounds" for growth, count in zip(growths, rounds, strict=True)]
+    axis.set_xticks(range(len(names)), names)
+    axis.set(ylabel="accuracy", title="Sizes 50 i^c and 50 i / ln i, 20,000 gradients")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / "growth.png", dpi=80)
+    plt.close(figure)
 
 
 def steps_part(options: argparse.Namespace) -> None:
@@ -219,7 +239,7 @@ def lenet_runs(
 ) -> list[float]:
     """The accuracy with each seed."""
     what = (options.data, clients, sizes, steps, biased, 400 if options.quick else GRADIENTS)
-    return [finished(lenet_run, *what, seed) for seed in range(options.seeds)]
+    return finished_all(lenet_run, [(*what, seed) for seed in range(options.seeds)], options.jobs)
 
 
 def mnist_sizes(options: argparse.Namespace) -> None:
@@ -301,6 +321,7 @@ PARTS = {
     "biased-lenet": biased_lenet_part,
     "lenet": lenet_part,
     "private": private_part,
+    "tuned": tuned_part,
     "private-lenet": private_lenet_part,
 }
 
@@ -313,6 +334,8 @@ def main() -> None:
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--loss", nargs="+", choices=LOSSES, default=list(LOSSES))
     parser.add_argument("--seeds", type=int, default=NOISES)
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the picture")
     parser.add_argument("--quick", action="store_true", help="one small run of each part")
     options = parser.parse_args()
     if not options.seeds >= 1:

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from async_federated_data import LeNetRecords, binary, lenet, mnist
 from async_federated_run import CLIENTS, LAG, Split, federate, right, strongly_convex
-from common import TEST, TUNING_SEED, Summary, finished, gains_text, table
+from common import (
+    TEST,
+    TUNING_SEED,
+    Group,
+    Outcome,
+    Summary,
+    design,
+    finished_all,
+    gains_text,
+    table,
+    tuning,
+)
+from sklearn.linear_model import LogisticRegression
 
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian, calibrate
 from lightning_dp.federated import AsyncPlan, ClientPrivacy, InverseRootSteps, PolynomialSizes
@@ -114,18 +127,98 @@ def private_row(setting: Setting, options: argparse.Namespace, convex: bool) -> 
     """At the paper's η0, and at the one that is best on other held-out records, mean over seeds."""
     rounds, sigma = sigma_of(setting, PRIVATE_RECORDS)
     rounds = 20 if options.quick else rounds
-    found = {}
-    for eta0 in RATES[:1] if options.quick else RATES:
+    rates = RATES[:1] if options.quick else RATES
+    runs = []
+    for eta0 in rates:
         steps = InverseSteps(eta0, 0.001) if convex else InverseRootSteps(eta0, 0.01)
         what = (options.data, AsyncPlan(rounds, setting.sizes, steps, lag=LAG), sigma, convex)
-        found[eta0] = np.array(
-            [finished(private_run, *what, seed) for seed in range(options.seeds)]
-        )
+        runs += [(*what, seed) for seed in range(options.seeds)]
+    results = np.array(finished_all(private_run, runs, options.jobs))
+    found = dict(zip(rates, results.reshape(len(rates), options.seeds, -1), strict=True))
     best = max(found, key=lambda eta0: found[eta0][:, 0].mean())
     cells = [setting.name, f"{found[RATES[0]][0, 3]:.4f}"]
     for eta0 in (RATES[0], best):
         cells += [f"{eta0:g}", *(Summary.of(found[eta0][:, k]).text(4) for k in (1, 2))]
     return "| " + " | ".join(cells) + " |"
+
+
+# -- tuned ---------------------------------------------------------------------------------------
+
+TUNED: dict[str, Sequence[Any]] = {
+    "step": (
+        0.3,
+        1.0,
+        3.0,
+        10.0,
+        30.0,
+        100.0,
+    ),  # η0 s C: the longest that one client's first can be
+    "size": (137, 500, 2000, PRIVATE_RECORDS),
+    "clip": (0.1, 0.3, 1.0),
+    "gradients": (PRIVATE_GRADIENTS, 4 * PRIVATE_GRADIENTS),
+    "decay": (0.0, 0.01),
+}
+
+
+def tuned_part(options: argparse.Namespace) -> None:
+    """Sizes, steps and clip norm tuned: how far from a model without privacy?"""
+    print(f"\n## w8a at ({TARGET}, {DELTA}): sizes, steps and clip norm tuned\n\n{TEST}\n")
+    settings = design(TUNED)
+    group, results = Group("w8a", "tuned", TARGET, settings), {}
+    winner: int | None = 0
+    while not options.quick:
+        runs, winner = tuning(group, results, lambda outcome: outcome.validation[1])
+        if winner is not None:
+            break
+        arguments = [(options.data, settings[run.setting], run.seed) for run in runs]
+        found = finished_all(tuned_run, arguments, options.jobs)
+        results |= dict(zip(runs, found, strict=True))
+    assert winner is not None
+    seeds = range(options.seeds)
+    arguments = [(options.data, settings[winner], seed) for seed in seeds]
+    outcomes = finished_all(tuned_run, arguments, options.jobs)
+    plain = finished_all(plain_model, [(options.data, seed) for seed in seeds], options.jobs)
+    private = np.array([(100 * each.test[1], each.test[0]) for each in outcomes])
+    reference = np.array(plain) * (100, 1)
+    chosen = ", ".join(f"{name} {value:g}" for name, value in settings[winner].items())
+    rows = [
+        ["not private", "inf", *(Summary.of(reference[:, k]).text(3) for k in (0, 1)), ""],
+        [
+            *("private", f"{max(each.spent for each in outcomes):.4f}"),
+            *(Summary.of(private[:, k]).text(3) for k in (0, 1)),
+            gains_text([(private[:, 0], reference[:, 0])], 3)[0],
+        ],
+    ]
+    header = ("", "ε by the ledgers", "accuracy, %", "AUC", "accuracy - that without privacy")
+    print(table(header, rows))
+    print(f"\nChosen among {len(settings)} settings by the accuracy on other records: {chosen}.")
+
+
+def tuned_run(folder: str, setting: Mapping[str, Any], seed: int) -> Outcome:
+    """AUC and accuracy on records to choose by, and on those to report on."""
+    begin = time.process_time()
+    choose, report = private_split(folder, seed)
+    sizes, clip = PolynomialSizes(0, setting["size"]), setting["clip"]
+    rounds = rounds_for(sizes, setting["gradients"])
+    steps = InverseRootSteps(setting["step"] / (setting["size"] * clip), setting["decay"])
+    sigma = smallest_sigma(sizes, rounds, PRIVATE_RECORDS)
+    point, spent = federate(
+        *(choose.records(strongly_convex=False), choose.start()),
+        *(AsyncPlan(rounds, sizes, steps, lag=LAG), ClientPrivacy(clip, sigma, math.inf, DELTA)),
+        seed,
+    )
+    found = [(split.auc(point), split.accuracy(point)) for split in (choose, report)]
+    passes = setting["gradients"] / PRIVATE_RECORDS
+    return Outcome(found[0], found[1], spent, passes, time.process_time() - begin)
+
+
+def plain_model(folder: str, seed: int) -> tuple[float, float]:
+    """Accuracy and AUC of scikit-learn's logistic regression on all clients' records."""
+    _, report = private_split(folder, seed)
+    x, y = (torch.cat(parts) for parts in zip(*report.clients, strict=True))
+    model = LogisticRegression(C=1.0, fit_intercept=False, max_iter=1000).fit(x.numpy(), y.numpy())
+    point = torch.from_numpy(model.coef_[0].astype(np.float32))
+    return report.accuracy(point), report.auc(point)
 
 
 # -- LeNet ---------------------------------------------------------------------------------------
@@ -135,22 +228,32 @@ def private_lenet_part(options: argparse.Namespace) -> None:
     """The paper's figure 13: five clients with 10,000 digits each."""
     print(f"\n## LeNet on MNIST, (ε, δ) = ({TARGET}, {DELTA}), C = {CLIP}, η0/(1 + .01 √t)\n")
     print(f"{TEST}\n\nη0 is the best of {LENET_RATES} on 10,000 other digits and another noise.\n")
-    found, rows = [], []
-    for setting in SETTINGS[:2] if options.quick else SETTINGS:
-        rounds, sigma = sigma_of(setting, LENET_RECORDS)
-        rounds = 3 if options.quick else rounds
-        what = (options.data, setting.sizes, rounds, sigma)
-        tried = {
-            rate: finished(private_lenet_run, *what, rate, TUNING_SEED) for rate in LENET_RATES
-        }
-        best = max(tried, key=lambda rate: tried[rate][0])
-        runs = np.array(
-            [finished(private_lenet_run, *what, best, seed) for seed in range(options.seeds)]
-        )
-        found.append(100 * runs[:, 1])
-        rows.append([setting.name, str(rounds), f"{sigma:.3f}", f"{runs[0, 2]:.4f}", f"{best:g}"])
-        rows[-1] += [f"{100 * tried[LENET_RATES[0]][1]:.1f}", Summary.of(found[-1]).text(2)]
-        print(rows[-1], file=sys.stderr, flush=True)
+    settings = SETTINGS[:2] if options.quick else SETTINGS
+    plans = [sigma_of(setting, LENET_RECORDS) for setting in settings]
+    if options.quick:
+        plans = [(3, sigma) for _, sigma in plans]
+    whats = [
+        (options.data, setting.sizes, *plan) for setting, plan in zip(settings, plans, strict=True)
+    ]
+    trials = [(*what, rate, TUNING_SEED) for what in whats for rate in LENET_RATES]
+    tried = np.array(finished_all(private_lenet_run, trials, options.jobs))
+    tried = tried.reshape(len(settings), len(LENET_RATES), -1)
+    best = [LENET_RATES[place] for place in tried[:, :, 0].argmax(1)]
+    reported = [
+        (*what, rate, seed)
+        for what, rate in zip(whats, best, strict=True)
+        for seed in range(options.seeds)
+    ]
+    runs = np.array(finished_all(private_lenet_run, reported, options.jobs))
+    runs = runs.reshape(len(settings), options.seeds, -1)
+    found = list(100 * runs[:, :, 1])
+    rows = [
+        [
+            *(setting.name, str(rounds), f"{sigma:.3f}", f"{runs[i, 0, 2]:.4f}", f"{best[i]:g}"),
+            *(f"{100 * tried[i, 0, 1]:.1f}", Summary.of(found[i]).text(2)),
+        ]
+        for i, (setting, (rounds, sigma)) in enumerate(zip(settings, plans, strict=True))
+    ]
     gains = gains_text([(found[1], other) for other in found if other is not found[1]], 2)
     gains.insert(1, "")
     header = ("batches", "rounds", "σ", "ε by the ledgers", "η0", "%, at η0 = 0.15", "accuracy, %")

@@ -66,6 +66,16 @@ class WalkingClient(AsyncClient):
         return total
 
 
+@dataclass(frozen=True)
+class LogSizes:
+    """s_i = ⌈a (i + 2) / ln(i + 2)⌉: i / ln i, from where it is defined."""
+
+    a: float
+
+    def __call__(self, i: int) -> int:
+        return math.ceil(self.a * (i + 2) / math.log(i + 2))
+
+
 def federate(
     records: Sequence[Records],
     start: Tensor,

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
@@ -200,6 +200,25 @@ def finished(make: Callable[..., Any], *arguments: Any) -> Any:
     return Memory(folder, verbose=0).cache(make)(*arguments)
 
 
+def finished_all(
+    make: Callable[..., Any], arguments: Iterable[Sequence[Any]], jobs: int = 1
+) -> list[Any]:
+    """Return the same for many arguments, made side by side in so many processes.
+
+    Classes of arguments come from modules that a script imports: those of the script itself have
+    another name in the other processes, where a finished run would not be found again.
+    """
+    if jobs == 1:
+        return [finished(make, *each) for each in arguments]
+    return list(_processes(jobs).map(partial(finished, make), *zip(*arguments, strict=True)))
+
+
+@lru_cache(maxsize=1)
+def _processes(jobs: int) -> ProcessPoolExecutor:
+    """Processes with one thread each."""
+    return ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (1,))
+
+
 def load(path: Path) -> Results:
     """The runs that a file holds; a line that was cut off is left out."""
     results: Results = {}
@@ -246,22 +265,21 @@ def run_all(
             append(path, run, results[run])
         return results
     waiting: dict[Future[Outcome], Run] = {}
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (1,))
-    with pool:
-        while True:
-            if time.monotonic() < stop and len(waiting) < jobs:
-                busy = set(waiting.values())
-                for run in following(results):
-                    if len(waiting) == jobs:
-                        break
-                    if run not in busy:
-                        waiting[pool.submit(execute, run)] = run
-            if not waiting:
-                return results
-            for done in wait(waiting, return_when=FIRST_COMPLETED).done:
-                run = waiting.pop(done)
-                results[run] = done.result()
-                append(path, run, results[run])
+    pool = _processes(jobs)
+    while True:
+        if time.monotonic() < stop and len(waiting) < jobs:
+            busy = set(waiting.values())
+            for run in following(results):
+                if len(waiting) == jobs:
+                    break
+                if run not in busy:
+                    waiting[pool.submit(execute, run)] = run
+        if not waiting:
+            return results
+        for done in wait(waiting, return_when=FIRST_COMPLETED).done:
+            run = waiting.pop(done)
+            results[run] = done.result()
+            append(path, run, results[run])
 
 
 # -- statistics ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from cubic_newton_data import Problem
+from cubic_newton_data import Problem, problem
 from outer_products import NetworkGradients, Outer
 from scratch_ledger import ScratchLedger
 from torch import Tensor
@@ -25,6 +25,9 @@ from lightning_dp.gradients.passes import passes_of
 
 DELTA = 1e-5
 MASK_SEED = 1000
+# Seeds of the search, and how many noises each has: of all settings, of the best few, of the best.
+ALL, FINALISTS, BEST = (101, 2), (102, 4), (103, 20)
+FEW = 3
 
 
 @dataclass(frozen=True)
@@ -217,8 +220,8 @@ def sweep(
     x, n, m, d, count = of.x, of.clients, of.records, of.size, len(settings)
     estimator = settings[0].estimator(of.weight_decay, kept)
     keep = estimator.query_size(d)
-    squares = x.square()
     is_cut, lengths = keep < d and not whole, torch.ones(1)
+    squares = x.square() if is_cut else x
     masks = torch.ones(n, d, 1)
     point = torch.zeros(d, count)
     for t in range(rounds):
@@ -254,3 +257,75 @@ def sweep(
             average = average + average_weight(step + 1, inner) * v
         point = point + columns["scale"] * (d / keep) * (average * masks).mean(0)
     return of.suboptimality(point)
+
+
+# -- what a script asks for ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Point:
+    """A method at one number of rounds: its best setting, on other noise."""
+
+    rounds: int
+    setting: Setting
+    values: Tensor
+
+    @property
+    def mean(self) -> float:
+        return float(self.values.mean())
+
+
+def searched(
+    place: tuple[str, str, int],
+    method: str,
+    settings: Sequence[Setting],
+    epsilon: float,
+    rounds: int,
+    kept: float,
+) -> Point:
+    """The best setting at a number of rounds, on noise that it was not chosen on."""
+    of, where = problem_of(place, method), (epsilon, rounds, kept)
+    first = values(of, settings, *where, ALL)
+    few = first.mean(1).argsort()[:FEW].tolist()
+    again = values(of, [settings[i] for i in few], *where, FINALISTS)
+    best = settings[few[int(torch.cat([first[few], again], 1).mean(1).argmin())]]
+    return Point(rounds, best, values(of, [best], *where, BEST)[0])
+
+
+def values(
+    of: Problem,
+    settings: Sequence[Setting],
+    epsilon: float,
+    rounds: int,
+    kept: float,
+    noises: tuple[int, int],
+) -> Tensor:
+    """The last suboptimality of each setting (rows) with each noise (columns)."""
+    seed, count = noises
+    found = torch.full((len(settings), count), torch.inf, dtype=torch.float64)
+    z = noise_multiplier(epsilon, rounds)
+    for inner in sorted({setting.inner for setting in settings}):
+        places = [i for i, setting in enumerate(settings) if setting.inner == inner]
+        together = [settings[i] for i in places for _ in range(count)]
+        done = sweep(of, together, [z] * len(together), rounds, kept, seed)
+        found[places] = done.reshape(-1, count)
+    return found
+
+
+def problem_of(place: tuple[str, str, int], method: str) -> Problem:
+    """The problem that a method has: its records may lie with one trusted holder."""
+    of = problem(*place)
+    return of.as_one() if "central" in method else of
+
+
+def run(
+    place: tuple[str, str, int],
+    method: str,
+    setting: Setting,
+    epsilon: float,
+    rounds: int,
+    kept: float,
+    seed: int,
+) -> Trace:
+    """One federation, on its own problem."""
+    return execute(problem_of(place, method), setting, epsilon, rounds, kept, seed)

@@ -38,10 +38,11 @@ from functools import partial
 from pathlib import Path
 
 from archives import DATA_VARIABLE, folder_of
-from common import finished, print_heading
+from common import finished, print_heading, table
 from diff2_data import SETS, raw, split
+from diff2_halving import FULL, HALVING, Rung, Tuned, diff2_grid, dp_gd_grid, winners
 from diff2_model import HIDDEN
-from diff2_report import draw, print_noise, print_results, write_tried
+from diff2_report import CRITERIA, describe, draw, print_noise, print_results, write_tried
 from diff2_run import DELTA, Noise, Run, Setting, Trace, execute, walk
 
 from lightning_dp.estimators import Diff2
@@ -57,6 +58,8 @@ class Size:
     Args:
         points: how many settings of a method are tried (that do not diverge).
         finalists: how many by each criterion are tried again on other noise.
+        is_settled, is_halved: one setting for all seeds: as on California, or by successive halving.
+        is_confirmed: the winners of halving are compared with those of the full grid.
     """
 
     rounds: int = 2000
@@ -65,6 +68,8 @@ class Size:
     finalists: int = 2
     is_thin: bool = False
     is_settled: bool = False
+    is_halved: bool = False
+    is_confirmed: bool = False
 
 
 @dataclass
@@ -166,6 +171,18 @@ class Bench:
             method.chosen.append(chosen)
             method.tuned.append(tuned)
 
+    def winners(self, tuned: Tuned, rungs: Sequence[Rung]) -> dict[tuple[str, int], Setting]:
+        """One setting for all seeds, of each method by each criterion."""
+
+        def run_of(noise: Noise, setting: Setting, seed: int, part: int) -> Run:
+            where = self.name, self.folder, seed, self.epsilon, self.size.rounds
+            return Run(*where, noise, setting, TUNING[0], is_tuning=True, part=part)
+
+        def execute_all(runs: Sequence[Run]) -> list[Trace]:
+            return list(self.pool.map(partial(finished, execute), runs))
+
+        return winners(tuned, rungs, run_of, execute_all)
+
     def report(self, method: Method) -> None:
         """The chosen settings on the reported noise."""
         both = [[of_seed[seed] for of_seed in method.chosen] for seed in self.seeds]
@@ -250,13 +267,33 @@ SETTLED: dict[str, tuple[Noise, Setting, Setting]] = {
 # -- one data set --------------------------------------------------------------------------------
 
 
+def halved(bench: Bench) -> dict[str, tuple[Noise, Setting, Setting]]:
+    """Return what successive halving chooses, in the form of ``SETTLED``."""
+    grids = {"GD": [Setting(0.5**i) for i in range(10)], "DP-GD": dp_gd_grid()}
+    grids["DIFF2-GD"] = diff2_grid()
+    tuned = {title: (noise, grids[title.split(",")[0]]) for title, (noise, *_) in SETTLED.items()}
+    found = bench.winners(tuned, HALVING)
+    if bench.size.is_confirmed:
+        full = bench.winners(tuned, FULL)
+        rows = [
+            [title, CRITERIA[criterion], describe(setting), describe(full[title, criterion])]
+            for (title, criterion), setting in found.items()
+        ]
+        same = sum(full[key] == setting for key, setting in found.items())
+        print(f"\n### The same winner by halving and by the full grid in {same} of {len(rows)}\n")
+        print(table(["method", "by", "halving", "full grid"], rows), flush=True)
+    return {title: (tuned[title][0], found[title, 0], found[title, 1]) for title in tuned}
+
+
 def compare(bench: Bench) -> list[Method]:
     """All methods, tuned and run."""
     size = bench.size
-    if size.is_settled:
+    if size.is_settled or size.is_halved:
         methods = [
             Method(title, noise, [], chosen=[[loss] * size.seeds, [gradient] * size.seeds])
-            for title, (noise, loss, gradient) in SETTLED.items()
+            for title, (noise, loss, gradient) in (
+                SETTLED if size.is_settled else halved(bench)
+            ).items()
         ]
         for method in methods:
             bench.report(method)
@@ -296,6 +333,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--points", type=int, default=12, help="settings tried for each method")
     parser.add_argument("--seeds", type=int, default=5, help="of splits, parameters and noises")
     parser.add_argument("--settled", action="store_true", help="California, not tuned again")
+    parser.add_argument("--halving", action="store_true", help="one setting, by successive halving")
+    parser.add_argument("--confirm", action="store_true", help="halving, and the full grid")
     parser.add_argument("--rounds", type=int, default=2000, help="R")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the pictures")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
@@ -308,6 +347,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not names:
         raise SystemExit(2)
     size = Size(options.rounds, options.seeds, options.points, is_settled=options.settled)
+    is_halved = options.halving or options.confirm
+    size = replace(size, is_halved=is_halved, is_confirmed=options.confirm)
     if options.quick:
         size = Size(options.rounds, options.seeds, points=2, finalists=1, is_thin=True)
     options.output.mkdir(parents=True, exist_ok=True)
@@ -322,8 +363,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print_noise(SETS[name].title, data, options.epsilon, options.rounds)
             print_results(methods)
             path = options.output / f"{name}.png"
-            if not size.is_settled:
-                draw(SETS[name].title, methods, options.epsilon, path)
+            draw(SETS[name].title, methods, options.epsilon, path)
+            if not (size.is_settled or size.is_halved):
                 write_tried(methods, options.output / f"{name}_tuning.csv")
             print(f"\n({time.perf_counter() - start:.0f} s)", flush=True)
     print(f"\nPictures in {options.output}")

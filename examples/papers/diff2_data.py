@@ -24,6 +24,7 @@ class DataSet:
         archives: names its .npz file may have in the folder given with --data.
         is_regression: the target is divided by its maximum; otherwise it is made a class number.
         numeric: how many of the first columns are standardised (the rest is 0 or 1).
+        has_copies: equal records are computed with once, and counted.
         fetch: where else it may come from.
     """
 
@@ -31,6 +32,7 @@ class DataSet:
     archives: tuple[str, ...]
     is_regression: bool
     numeric: int | None = None
+    has_copies: bool = False
     fetch: Callable[[], Arrays] | None = None
 
 
@@ -64,7 +66,12 @@ SETS = {
     "covertype": DataSet(
         "Covertype, 16 %", ("covertype_subset", "covertype"), False, numeric=10, fetch=_covertype
     ),
-    "kdd": DataSet("KDDCup99, 10 %", ("kddcup99_10pct", "kddcup99"), False, fetch=_kddcup99),
+    "kdd": DataSet(
+        "KDDCup99, 10 %",
+        *(("kddcup99_10pct", "kddcup99"), False),
+        has_copies=True,
+        fetch=_kddcup99,
+    ),
 }
 
 
@@ -86,29 +93,49 @@ class Records:
     """N records.
 
     Args:
-        x: inputs as columns, with a last row of ones (d + 1, N).
-        y: numbers (1, N), or class numbers (N,).
-        squares: ‖x_i‖² (N,).
+        x: inputs as columns, with a last row of ones (d + 1, columns).
+        y: numbers (1, columns), or class numbers (columns,).
+        squares: ‖x_i‖² of each column.
+        copies: how many records each column stands for; None is one.
     """
 
     x: Tensor
     y: Tensor
     squares: Tensor
+    copies: Tensor | None = None
+
+    @property
+    def columns(self) -> int:
+        return self.x.shape[1]
 
     @property
     def count(self) -> int:
-        return self.x.shape[1]
+        """N, the number of records."""
+        return self.columns if self.copies is None else int(self.copies.double().sum())
+
+    def mean(self, values: Tensor) -> float:
+        """Over all records, of a value for each column."""
+        if self.copies is None:
+            return float(values.mean())
+        return float((values.double() * self.copies).sum() / self.count)
+
+    def take(self, columns: Tensor) -> Records:
+        """Some columns."""
+        copies = None if self.copies is None else self.copies[columns]
+        return Records(self.x[:, columns], self.y[..., columns], self.squares[columns], copies)
 
     def chunks(self, size: int) -> list[Records]:
-        """The records in parts of at most ``size``."""
+        """The records in parts of at most ``size`` columns."""
+        parts = zip(
+            self.x.split(size, dim=1),
+            self.y.split(size, dim=-1),
+            self.squares.split(size),
+            [None] * -(-self.columns // size) if self.copies is None else self.copies.split(size),
+            strict=True,
+        )
         return [
-            Records(x.contiguous(), y.contiguous(), squares)
-            for x, y, squares in zip(
-                self.x.split(size, dim=1),
-                self.y.split(size, dim=-1),
-                self.squares.split(size),
-                strict=True,
-            )
+            Records(x.contiguous(), y.contiguous(), squares, copies)
+            for x, y, squares, copies in parts
         ]
 
 
@@ -147,12 +174,31 @@ def split(name: str, folder: str, seed: int) -> Split:
     columns = slice(0, of.numeric)
     mean, std = x[train, columns].mean(0), x[train, columns].std(0)
     x[:, columns] = (x[:, columns] - mean) / np.where(std > 0, std, 1)
-    parts = [_records(x[rows], y[rows], of.is_regression) for rows in (train, test)]
+    parts = []
+    for rows in (train, test):
+        copies = None
+        if of.has_copies:
+            _, first, counts = np.unique(
+                _kinds(name, folder)[rows], return_index=True, return_counts=True
+            )
+            rows, copies = rows[first], torch.tensor(counts, dtype=torch.float32)
+        parts.append(_records(x[rows], y[rows], of.is_regression, copies))
     return Split(*parts, outputs, of.is_regression)
 
 
-def _records(x: np.ndarray, y: np.ndarray, is_regression: bool) -> Records:
+@lru_cache(maxsize=1)
+def _kinds(name: str, folder: str) -> np.ndarray:
+    """A number for each record, the same for those that are equal."""
+    found = raw(name, folder)
+    assert found is not None
+    both = np.column_stack(
+        [np.asarray(found[0], np.float64), np.unique(found[1], return_inverse=True)[1]]
+    )
+    return np.unique(both, axis=0, return_inverse=True)[1].reshape(-1)
+
+
+def _records(x: np.ndarray, y: np.ndarray, is_regression: bool, copies: Tensor | None) -> Records:
     inputs = torch.tensor(np.concatenate([x, np.ones((len(x), 1))], axis=1).T.copy())
     inputs = inputs.to(torch.float32)
     target = torch.tensor(y[None], dtype=torch.float32) if is_regression else torch.tensor(y)
-    return Records(inputs, target, inputs.square().sum(0))
+    return Records(inputs, target, inputs.square().sum(0), copies)

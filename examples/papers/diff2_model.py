@@ -51,15 +51,15 @@ class Network:
     def _forward(self, params: Sequence[Tensor], records: Records) -> tuple[Tensor, ...]:
         """Return the inputs of softplus, its results with a last row of ones, and the outputs."""
         inner = params[0] @ records.x
-        hidden = torch.ones(HIDDEN + 1, records.count)
+        hidden = torch.ones(HIDDEN + 1, records.columns)
         hidden[:-1] = softplus(inner)
         return inner, hidden, params[1] @ hidden
 
-    def loss(self, outputs: Tensor, y: Tensor) -> float:
+    def loss(self, outputs: Tensor, records: Records) -> float:
         """The mean loss."""
         if self.data.is_regression:
-            return float((outputs - y).square().mean())
-        return float(cross_entropy(outputs.T, y))
+            return records.mean((outputs[0] - records.y[0]).square())
+        return records.mean(cross_entropy(outputs.T, records.y, reduction="none"))
 
     def on_test(self, params: Sequence[Tensor]) -> tuple[float, float]:
         """The loss on the test records, and the share that is put into a wrong class."""
@@ -67,8 +67,8 @@ class Network:
         outputs = self._forward(params, test)[-1]
         wrong = math.nan
         if not self.data.is_regression:
-            wrong = float((outputs.argmax(0) != test.y).float().mean())
-        return self.loss(outputs, test.y), wrong
+            wrong = test.mean((outputs.argmax(0) != test.y).float())
+        return self.loss(outputs, test), wrong
 
     def at(self, params: Sequence[Tensor]) -> Point:
         """Outputs and gradients of the training records."""
@@ -78,10 +78,11 @@ class Network:
             error = 2 * (outputs - records.y)
         else:
             error = outputs.softmax(0)
-            error[records.y, torch.arange(records.count)] -= 1
+            error[records.y, torch.arange(records.columns)] -= 1
         back = (params[1][:, :-1].T @ error) * inner.sigmoid()
         first = Outer(((back, records.x),), records.squares)
-        return Point(outputs, NetworkGradients([first, Outer(((error, hidden),))]))
+        layers = [first, Outer(((error, hidden),))]
+        return Point(outputs, NetworkGradients(layers, records.copies))
 
 
 class Answers:

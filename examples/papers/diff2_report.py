@@ -177,6 +177,8 @@ def draw(title: str, methods: Sequence[Method], epsilon: float, path: Path) -> N
     for criterion, axis in enumerate(axes):
         ends = []
         for name, (color, line, label) in styles.items():
+            if name not in by:
+                continue
             traces = by[name].traces[CHOSEN_FOR[criterion]]
             curves = np.stack([trace.values[criterion] for trace in traces])
             rounds = np.arange(curves.shape[1]) * EVERY
@@ -192,12 +194,8 @@ def draw(title: str, methods: Sequence[Method], epsilon: float, path: Path) -> N
             low, high = min(e[0] for e in ends), max(e[2] for e in ends)
             if np.isfinite(high):
                 axis.set_ylim(0.98 * low, 1.05 * high)
-        p = p_value(
-            *(
-                values(by[f"{m}-GD, paper's noise (a)"], criterion, as_paper=True)
-                for m in ("DIFF2", "DP")
-            )
-        )
+        pair = [by[f"{m}-GD, paper's noise (a)"] for m in ("DIFF2", "DP")]
+        p = p_value(*(values(m, criterion, as_paper=bool(m.tuned)) for m in pair))
         axis.set(title=f"{CRITERIA[criterion]} (a: p = {p:.2g})", xlabel="round")
         axis.grid(alpha=0.3, which="both")
     axes[0].legend(fontsize=8)

@@ -60,7 +60,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that one run depends on: ``seed`` is of the split and the first parameters."""
+    """Everything that one run depends on.
+
+    Args:
+        seed: of the split and the first parameters.
+        part: of the ``rounds`` that its noise is planned for, the first 1 / ``part`` are run.
+    """
 
     name: str
     folder: str
@@ -71,6 +76,12 @@ class Run:
     setting: Setting
     noise_seed: int = 0
     is_tuning: bool = False
+    part: int = 1
+
+    @property
+    def last(self) -> int:
+        """The number of rounds that are run."""
+        return -(-self.rounds // self.part)
 
 
 @dataclass(frozen=True)
@@ -126,10 +137,10 @@ def execute(run: Run) -> Trace:
     plan = plan_of(run.setting, run.noise, run.epsilon, run.rounds, data.train.count)
     seed = 1000 * run.seed + run.noise_seed
     mechanism = mechanism_of(plan, run.rounds, data.train.count, seed)
-    values = np.full((4, run.rounds // EVERY + 1), np.nan)
+    values = np.full((4, run.last // EVERY + 1), np.nan)
     best, patience = math.inf, 0
     squares = []
-    for done in range(run.rounds + 1):
+    for done in range(run.last + 1):
         if done % EVERY == 0:
             values[:, done // EVERY] = look(chunks, params)
             loss = float(values[0, done // EVERY])
@@ -137,7 +148,7 @@ def execute(run: Run) -> Trace:
             best = min(best, loss)
             if not math.isfinite(loss) or (run.is_tuning and patience == PATIENCE):
                 break
-        if done == run.rounds:
+        if done == run.last:
             break
         try:
             with warnings.catch_warnings():
@@ -151,7 +162,7 @@ def execute(run: Run) -> Trace:
             break
         params = [p - run.setting.rate * g for p, g in zip(params, estimate, strict=True)]
         squares.append(sum(float(g.square().sum()) for g in estimate))
-    step_length = run.setting.rate * float(np.mean(squares[run.rounds // 2 :] or math.nan)) ** 0.5
+    step_length = run.setting.rate * float(np.mean(squares[run.last // 2 :] or math.nan)) ** 0.5
     return Trace(values, spent(mechanism.ledger), step_length)
 
 
@@ -175,7 +186,7 @@ def look(chunks: list[Answers], params: list[torch.Tensor]) -> tuple[float, ...]
     loss, gradient, count = 0.0, torch.zeros(()), 0
     for chunk in chunks:
         point, train = chunk.at(flat, params), chunk.network.data.train
-        loss += train.count * chunk.network.loss(point.outputs, train.y)
+        loss += train.count * chunk.network.loss(point.outputs, train)
         gradient = gradient + point.gradient_sum()
         count += train.count
     square_norm = float((gradient / count).square().sum())

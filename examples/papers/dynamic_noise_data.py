@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -33,18 +34,19 @@ def mnist35(folder: str, data_scale: float, *, each_feature: bool) -> Records:
     return _records(x, np.where(labels == 3, -1.0, 1.0), data_scale)
 
 
-def ten_digits(folder: str, data_scale: float) -> Records:
-    """The same of all digits, each component divided by its own standard deviation."""
-    x, labels = _components(folder, range(10), each_feature=True)
+@lru_cache(maxsize=1)
+def ten_digits(folder: str, data_scale: float, records: int) -> Records:
+    """So many of all digits, each component divided by its own standard deviation."""
+    x, labels = _components(folder, range(10), records, each_feature=True)
     return _records(x, labels.astype(np.int64), data_scale)
 
 
 def _components(
-    folder: str, digits: Sequence[int], *, each_feature: bool
+    folder: str, digits: Sequence[int], records: int = RECORDS, *, each_feature: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     images, labels, *_ = mnist(folder)
     chosen = np.flatnonzero(np.isin(labels, digits))
-    chosen = np.random.default_rng(0).permutation(chosen)[:RECORDS]
+    chosen = np.random.default_rng(0).permutation(chosen)[:records]
     x = images[chosen].reshape(len(chosen), -1) / 255.0
     x = x - x.mean(0)
     left, singular, _ = np.linalg.svd(x, full_matrices=False)

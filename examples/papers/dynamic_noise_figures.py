@@ -7,9 +7,10 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import NOISES, TEST, TUNING_SEED, Summary, finished, gains_text, table
+from common import NOISES, TEST, TUNING_SEED, Summary, finished, finished_all, gains_text, table
 from dynamic_noise_data import Records, ten_digits
 from dynamic_noise_influence import quadratic_influence
+from dynamic_noise_minibatches import influenced
 from dynamic_noise_model import Problem
 from dynamic_noise_run import CLIP_NORM, LEARNING_RATE, MAX_STEPS, descend, descent, plan_of
 
@@ -108,45 +109,33 @@ def curvature_part(output: Path, *, quick: bool) -> None:
 # -- figure 2, right ---------------------------------------------------------------------------------
 
 
-def influenced(decay: float, beta: float | None = None) -> FromInfluence:
-    """γ^n n steps before the end ("expinfl"); with momentum (γ^(n+1) - β^(2n+2)) / (γ - β²).
+def momentum_run(
+    folder: str, records: int, data_scale: float, shape: AbstractSchedule | None, seed: int
+) -> float:
+    """The final training loss of the network on some of ten digits, with momentum.
 
-    The second is Σ_t γ^(T-t) β^(2(t-i)), the sum in U_3 of Theorem 4.4: two reverse exponentials.
+    Without a shape there is no noise, and the seed is that of the first weights.
     """
-    left = np.arange(MAX_STEPS - 1, -1, -1.0)
-    influence = decay**left
-    if beta is not None:
-        influence = (decay ** (left + 1) - beta ** (2 * left + 2)) / (decay - beta**2)
-    return FromInfluence(tuple((influence / influence.max()).tolist()))
-
-
-def momentum_run(folder: str, data_scale: float, shape: AbstractSchedule, seed: int) -> float:
-    """The final training loss of the network on 1000 of ten digits, with momentum."""
-    problem, plan = (
-        Problem("digits", ten_digits(folder, data_scale)),
-        plan_of(shape, MAX_STEPS, "exact"),
-    )
-    return descend(problem, plan, MAX_STEPS, seed, (Momentum(BETA),))
-
-
-def noiseless_run(folder: str, data_scale: float, seed: int) -> float:
-    """The same without noise: seeds are of the first weights."""
-    problem = Problem("digits", ten_digits(folder, data_scale))
+    torch.set_num_threads(1)
+    problem = Problem("digits", ten_digits(folder, data_scale, records))
     plan = NoisePlan(0.0, Constant(), FullBatch(), 1.0, MeanGradient(CLIP_NORM))
+    if shape is not None:
+        plan = plan_of(shape, MAX_STEPS, "exact")
     return descend(problem, plan, MAX_STEPS, seed, (Momentum(BETA),))
 
 
-def momentum_part(folder: str, *, quick: bool) -> None:
+def momentum_part(folder: str, records: int, jobs: int, *, quick: bool) -> None:
     """Figure 2, right: two forms of the influence, each tuned over eight settings."""
     scales, noises = ((10.0,), 2) if quick else ((2.0, 10.0, 25.0), NOISES)
     print(
-        f"\n## 4. Momentum {BETA}, network of 2 x 100 on 1000 of ten digits, T = {MAX_STEPS}, (4, 1e-8)"
+        f"\n## 4. Momentum {BETA}, network of 2 x 100 on {records} of ten digits, T = {MAX_STEPS}, "
+        "(4, 1e-8)"
         f"\n\nFinal training loss; {noises} noises, settings chosen on {TUNING_NOISES} others. {TEST}\n"
     )
     forms: dict[str, list[AbstractSchedule]] = {
         "uniform": [Constant()],
-        "expinfl": [influenced(decay) for decay in DECAYS],
-        "momexpinfl": [influenced(*both) for both in MOMENTUM_DECAYS],
+        "expinfl": [influenced(MAX_STEPS, decay) for decay in DECAYS],
+        "momexpinfl": [influenced(MAX_STEPS, *both) for both in MOMENTUM_DECAYS],
     }
     names = {"expinfl": DECAYS, "momexpinfl": MOMENTUM_DECAYS}
     lines, pairs = [], []
@@ -155,19 +144,19 @@ def momentum_part(folder: str, *, quick: bool) -> None:
         for form, tried in forms.items():
             best = 0
             if len(tried) > 1:
-                of_each = [
-                    [
-                        finished(momentum_run, folder, scale, shape, TUNING_SEED + seed)
-                        for seed in range(1 if quick else TUNING_NOISES)
-                    ]
-                    for shape in tried[: 2 if quick else None]
+                shapes, trials = (tried[:2], 1) if quick else (tried, TUNING_NOISES)
+                runs = [
+                    (folder, records, scale, shape, TUNING_SEED + seed)
+                    for shape in shapes
+                    for seed in range(trials)
                 ]
-                best = int(np.mean(of_each, axis=1).argmin())
-            found[form] = [
-                finished(momentum_run, folder, scale, tried[best], seed) for seed in range(noises)
-            ]
+                of_each = np.reshape(finished_all(momentum_run, runs, jobs), (len(shapes), trials))
+                best = int(of_each.mean(1).argmin())
+            runs = [(folder, records, scale, tried[best], seed) for seed in range(noises)]
+            found[form] = finished_all(momentum_run, runs, jobs)
             words[form] = f", {names[form][best]}" if form in names else ""
-        plain = np.mean([finished(noiseless_run, folder, scale, seed) for seed in range(CONTROLS)])
+        runs = [(folder, records, scale, None, seed) for seed in range(CONTROLS)]
+        plain = np.mean(finished_all(momentum_run, runs, jobs))
         lines.append(
             [
                 f"{scale:g}",

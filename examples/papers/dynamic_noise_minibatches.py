@@ -16,14 +16,15 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from archives import mnist
-from common import TEST, Summary, finished, gains_text, table
+from common import TEST, TUNING_SEED, Summary, finished, finished_all, gains_text, table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp.accounting import calibrate
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.plotting import plot_schedule
-from lightning_dp.schedules import AbstractSchedule, Constant, Exponential
+from lightning_dp.postprocessing import Momentum
+from lightning_dp.schedules import AbstractSchedule, Constant, Exponential, FromInfluence
 
 TARGET_DELTA, BATCH_SIZE = 1e-5, 256
 
@@ -81,6 +82,8 @@ class Run:
     seed: int
     records: int
     epochs: int
+    momentum: float = 0.0
+    schedule: AbstractSchedule | None = None  # instead of falling to ``last``
 
     @property
     def steps(self) -> int:
@@ -107,7 +110,8 @@ def fit(run: Run) -> tuple[float, float, float]:
     privacy = DifferentialPrivacy(
         run.epsilon,
         target_delta=TARGET_DELTA,
-        noise_schedule=shape(run.last, run.steps),
+        noise_schedule=run.schedule or shape(run.last, run.steps),
+        postprocessing=(Momentum(run.momentum),) if run.momentum else (),
         seed=run.seed,  # batches and noise that differ in their scale only; never for real use
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -180,6 +184,93 @@ def compare(
         }
         print(_table(cells))
     _draw(records, replace(base, epochs=epochs).steps, output / "schedules.png")
+
+
+# -- both forms of the influence, with momentum ----------------------------------------------------
+
+MOMENTUM, MOMENTUM_EPSILONS, TUNING_NOISES = 0.9, (0.5, 1.0), 3
+MOMENTUM_RATES = {"logistic regression": 1.0, "small CNN": 0.5}
+DECAYS = (0.92, 0.94, 0.96, 0.97, 0.98, 0.985, 0.99, 0.995)  # γ of "expinfl"
+MOMENTUM_DECAYS = tuple((decay, beta) for decay in (0.94, 0.96, 0.98, 0.99) for beta in (0.9, 0.7))
+
+
+def influenced(steps: int, decay: float, beta: float | None = None) -> FromInfluence:
+    """γ^n n steps before the end ("expinfl"); with momentum (γ^(n+1) - β^(2n+2)) / (γ - β²).
+
+    The second is Σ_t γ^(T-t) β^(2(t-i)), the sum in U_3 of Theorem 4.4: two reverse exponentials.
+    """
+    left = np.arange(steps - 1, -1, -1.0)
+    influence = decay**left
+    if beta is not None:
+        influence = (decay ** (left + 1) - beta ** (2 * left + 2)) / (decay - beta**2)
+    return FromInfluence(tuple((influence / influence.max()).tolist()))
+
+
+def momentum_part(
+    folder: str, seeds: int, networks: Sequence[str], jobs: int, *, quick: bool
+) -> None:
+    """Constant noise and both forms of the influence, each of these tuned over eight settings."""
+    records, epochs = (2000, 3) if quick else (10_000, 4)
+    trials, tried = (1, 2) if quick else (TUNING_NOISES, None)
+    rows, pairs = [], []
+    for network in networks[:1] if quick else networks:
+        for epsilon in MOMENTUM_EPSILONS[:1] if quick else MOMENTUM_EPSILONS:
+            rate = MOMENTUM_RATES[network]
+            base = Run(folder, network, rate, epsilon, 1.0, 0, records, epochs, MOMENTUM)
+            decays: dict[str, Sequence[object]] = {
+                "expinfl": DECAYS[:tried],
+                "momexpinfl": MOMENTUM_DECAYS[:tried],
+            }
+            forms = {
+                "constant": [base],
+                "expinfl": [
+                    replace(base, schedule=influenced(base.steps, d)) for d in DECAYS[:tried]
+                ],
+                "momexpinfl": [
+                    replace(base, schedule=influenced(base.steps, *both))
+                    for both in MOMENTUM_DECAYS[:tried]
+                ],
+            }
+            cells, found = [network, f"{epsilon:g}"], {}
+            for form, runs in forms.items():
+                best, words = 0, ""
+                if len(runs) > 1:
+                    tuning = [replace(r, seed=TUNING_SEED + s) for r in runs for s in range(trials)]
+                    losses = [done[0] for done in finished_all(fit, [(r,) for r in tuning], jobs)]
+                    best = int(np.reshape(losses, (len(runs), trials)).mean(1).argmin())
+                    words = f", {decays[form][best]}"
+                chosen = [(replace(runs[best], seed=seed),) for seed in range(seeds)]
+                found[form] = np.array(finished_all(fit, chosen, jobs))
+                for column, digits in ((0, 4), (1, 2)):
+                    cells.append(Summary.of(found[form][:, column]).text(digits))
+                cells[-2] += words
+            rows.append(cells)
+            for first, second in (
+                ("expinfl", "constant"),
+                ("momexpinfl", "constant"),
+                ("momexpinfl", "expinfl"),
+            ):
+                pairs += [(found[first][:, k], found[second][:, k]) for k in (0, 1)]
+    print(
+        f"\n## 5. Momentum {MOMENTUM} on minibatches\n\n{records} digits, expected batch {BATCH_SIZE}, "
+        f"{base.steps} steps, δ = {TARGET_DELTA:g}, {seeds} noises, settings chosen by the training loss "
+        f"on {trials} others; learning rates {MOMENTUM_RATES}. {TEST}\n"
+    )
+    header = ["network", "ε"]
+    header += [
+        f"{form}: {what}" for form in forms for what in ("training loss", "test accuracy, %")
+    ]
+    print(table(header, rows))
+    gains = []
+    for digits, column in ((4, 0), (2, 1)):
+        texts = gains_text(pairs[column::2], digits)
+        gains.append([texts[3 * i : 3 * i + 3] for i in range(len(rows))])
+    print("\nDifferences:\n")
+    names = ("expinfl - constant", "momexpinfl - constant", "momexpinfl - expinfl")
+    header = ["network", "ε", *(f"loss: {name}" for name in names)]
+    header += [f"accuracy: {name}" for name in names]
+    lines = [[*row[:2], *gains[0][i], *gains[1][i]] for i, row in enumerate(rows)]
+    print(table(header, lines), flush=True)
 
 
 def _table(cells: Mapping[tuple[float, float], np.ndarray]) -> str:

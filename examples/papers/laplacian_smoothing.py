@@ -13,6 +13,10 @@ pieces, and then goes beyond them:
 2. "mnist": the paper's CNN at noise multipliers 2, 5, 8 and 10; SGD, LSSGD, Adam and LSAdam.
 3. "long": noise multiplier 10 for 60 epochs, over σ and learning rates.
 4. "cifar": the CNN of TensorFlow's CIFAR-10 tutorial, clip norm 3, noise multiplier 2.
+5. "budgets": the best accuracy at a budget over the settings and epochs of 2 and 3 (figure 7, right).
+
+--whole makes 2 to 5 (figures 5, 7 and 6) at the paper's size, with three noises: 60 epochs of all digits
+(22 runs a noise), 20 epochs of half of CIFAR-10. Run it part by part with --only, --jobs and --device.
 
 DIR holds mnist.npz or torchvision's MNIST/raw, and CIFAR-10 in one of several layouts (part 4 says
 which; it is left out without them); LIGHTNING_DP_DATA does the same. Pictures go to
@@ -29,7 +33,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -41,7 +45,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from archives import DATA_VARIABLE, folder_of, mnist
-from common import NOISES, TEST, Summary, finished, gains_text, print_heading, table
+from common import NOISES, TEST, Summary, finished_all, gains_text, print_heading, table
 from laplacian_smoothing_data import CIFAR10_LAYOUTS, has_cifar10
 from laplacian_smoothing_logistic import (
     DELTA,
@@ -56,7 +60,7 @@ from laplacian_smoothing_logistic import (
 )
 
 OUTPUT = Path("outputs/laplacian_smoothing")
-PARTS = ("paper", "curves", "rates", "tuned", "mnist", "long", "cifar")
+PARTS = ("paper", "curves", "rates", "tuned", "mnist", "long", "cifar", "budgets")
 TUNING_SEED = 100  # and the following ones; the reported seeds are 0, 1, ...
 
 EPSILONS = (0.3, 0.25, 0.2, 0.15, 0.1)
@@ -96,6 +100,24 @@ class Size:
     tuning_seeds: int
     rates: tuple[float, ...]
     is_settled: bool = False
+    jobs: int = 1
+
+    def runs(
+        self,
+        folder: str,
+        protocol: Protocol,
+        cells: Sequence[Cell],
+        *,
+        part: str = "test",
+        divisor: float = DEVIATION,
+        is_mixed: bool = False,
+        seeds: range | None = None,
+    ) -> list[np.ndarray]:
+        """The accuracies of the cells with each seed."""
+        where = (part, divisor, is_mixed)
+        seeds = range(self.seeds) if seeds is None else seeds
+        arguments = [(folder, protocol, cells, seed, *where) for seed in seeds]
+        return finished_all(right, arguments, self.jobs)
 
 
 FULL = Size(EPSILONS, (0, 1, 2, 3), 5, NOISES, 3, (2, 4, 8, 12, 16))
@@ -144,10 +166,7 @@ def paper_protocol(folder: str, size: Size, _: Path) -> None:
             for s in size.sigmas
             for e in size.epsilons
         ]
-        found = [
-            finished(right, folder, protocol, cells, seed, "test", DEVIATION, False)
-            for seed in range(size.seeds)
-        ]
+        found = size.runs(folder, protocol, cells)
         noise = {e: noise_of(e) for e in size.epsilons}
         print(f"\n{name}:\n")
         print_table(by_cell(cells, found), size, show_paper=protocol.clips_mean)
@@ -190,9 +209,8 @@ def curves_part(folder: str, size: Size, output: Path) -> None:
     ):
         cells = [Cell(e, s, noise_of(e), AUTHORS_RATE) for e, s in wanted]
         at = np.unique(np.geomspace(10, protocol.steps, 16).round().astype(int)).tolist()
-        found = np.array(
-            [finished(curves, folder, protocol, cells, seed, at) for seed in range(size.seeds)]
-        )  # (seeds, steps, cells, parts)
+        arguments = [(folder, protocol, cells, seed, at) for seed in range(size.seeds)]
+        found = np.array(finished_all(curves, arguments, size.jobs))  # (seeds, steps, cells, parts)
         print(f"\n### Losses after {protocol.steps} steps: {name}\n\n{size.seeds} seeds.\n")
         base = {e: i for i, (e, s) in enumerate(wanted) if not s}
         compared = [i for i, (_, s) in enumerate(wanted) if s]
@@ -232,10 +250,7 @@ def rates_part(folder: str, size: Size, _: Path) -> None:
     sigmas = [s for s in size.sigmas if s != 2]  # the paper's table has no difference to 3
     for name, protocol, noise_of in figures_protocols(folder, min(size.epochs, 2)):
         cells = [Cell(e, s, noise_of(e), a) for e in budgets for s in sigmas for a in rates]
-        found = [
-            finished(right, folder, protocol, cells, seed, "test", DEVIATION, False)
-            for seed in range(size.seeds)
-        ]
+        found = size.runs(folder, protocol, cells)
         shape = (size.seeds, len(budgets), len(sigmas), len(rates))
         results = np.array(found).reshape(shape)
         print(
@@ -296,16 +311,12 @@ def tuned_protocol(folder: str, size: Size, _: Path) -> None:
         if size.is_settled:
             best = [size.rates.index(rate) for row in settled for rate in row]
         else:
-            tried = [
-                finished(right, folder, protocol, grid, seed, "validation", 1.0, is_mixed)
-                for seed in range(TUNING_SEED, TUNING_SEED + size.tuning_seeds)
-            ]
+            seeds = range(TUNING_SEED, TUNING_SEED + size.tuning_seeds)
+            where = {"part": "validation", "divisor": 1.0, "is_mixed": is_mixed}
+            tried = size.runs(folder, protocol, grid, **where, seeds=seeds)
             best = np.mean(tried, axis=0).reshape(-1, len(size.rates)).argmax(1).tolist()
         cells = [grid[i * len(size.rates) + k] for i, k in enumerate(best)]
-        found = [
-            finished(right, folder, protocol, cells, seed, "test", 1.0, is_mixed)
-            for seed in range(size.seeds)
-        ]
+        found = size.runs(folder, protocol, cells, divisor=1.0, is_mixed=is_mixed)
         results = by_cell(cells, found)
         print_table(results, size, show_paper=False)
         rates = {(cell.epsilon, int(cell.sigma)): cell.learning_rate for cell in cells}
@@ -359,6 +370,94 @@ def header(size: Size) -> list[str]:
 
 # -- parts 2 to 4: convolutional networks ----------------------------------------------------------
 
+CnnRuns = Mapping[
+    cnn.Run, Sequence[cnn.Outcome]
+]  # outcomes with each noise; a run's seed is the first
+
+
+def run_cnns(
+    runs: Sequence[cnn.Run], folder: str, size: cnn.Size, jobs: int, device: str
+) -> CnnRuns:
+    """Each run with every noise."""
+    seeds = range(size.seeds)
+    arguments = [(replace(run, seed=seed), folder, device) for run in runs for seed in seeds]
+    found = iter(finished_all(cnn.fit, arguments, jobs))
+    return {run: [next(found) for _ in seeds] for run in runs}
+
+
+def middle(outcomes: Sequence[cnn.Outcome]) -> cnn.Outcome:
+    """The means over the noises."""
+    columns = [[getattr(each, name) for each in outcomes] for name in ("last", "average")]
+    seconds = sum(each.seconds for each in outcomes) / len(outcomes)
+    return cnn.Outcome(*(np.mean(column, axis=0).tolist() for column in columns), seconds)
+
+
+def print_spread(found: CnnRuns) -> None:
+    """The end of each run over its noises, and the gain over the same without smoothing."""
+    ends = {run: np.array([each.last[-1] for each in outcomes]) for run, outcomes in found.items()}
+    rows = []
+    for run, values in ends.items():
+        gain = ""
+        if run.sigma and (base := replace(run, sigma=0.0)) in ends:
+            of = Summary.of(values - ends[base])
+            gain = f"{of.mean:+.1f} ± {of.margin:.1f}"
+        rows.append(
+            [
+                *(f"{run.noise_multiplier:g}", run.method, f"{run.sigma:g}"),
+                *(f"{run.learning_rate:g}", Summary.of(values).text(1), gain),
+            ]
+        )
+    print(
+        "\nAccuracy at the end over the noises; gains over σ = 0, paired by seed, ± half their 95 % "
+        "interval (Student: with three noises it is wide, and no rank test can tell).\n"
+    )
+    header = ("z", "method", "σ", "rate", "end", "gain")
+    print(table(header, rows), flush=True)
+
+
+BUDGETS = (0.2, 0.3, 0.4, 0.6, 0.8, 1.0)
+
+
+def best_of(curves: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The best of all settings and epochs: of each noise, and as the other noises choose it.
+
+    Args:
+        curves: of each setting the accuracies by noise (rows) and epoch.
+    """
+    columns = np.concatenate(curves, axis=1)
+    others = columns.sum(0) - columns
+    return columns.max(1), columns[np.arange(len(columns)), others.argmax(1)]
+
+
+def budgets_part(folder: str, size: cnn.Size, jobs: int, device: str) -> None:
+    """Figure 7, right: the best accuracy at a budget, over rates, epochs and noise multipliers."""
+    runs = list(dict.fromkeys([*cnn.mnist_runs(size), *cnn.long_runs(size)]))
+    found = run_cnns(runs, folder, size, jobs, device)
+    print(
+        f"\n## 5. The best accuracy at a budget\n\nOver {len(runs)} settings and all epochs, "
+        f"{size.seeds} noises, %: as in the paper of each noise the best that it reached; then of each "
+        "noise what the mean of the others chooses. Gains of LSSGD over SGD, paired by seed.\n"
+    )
+    rows = []
+    for budget in BUDGETS:
+        curves: dict[str, list[np.ndarray]] = {method: [] for method in cnn.METHODS}
+        for run, outcomes in found.items():
+            if epochs := run.affordable(budget):
+                last = np.array([each.last[:epochs] for each in outcomes])
+                curves[run.method].append(last)
+        if not all(curves.values()):
+            rows.append([f"{budget:g}", "no run affords an epoch"])
+            continue
+        best = {method: best_of(of_method) for method, of_method in curves.items()}
+        cells = [
+            " / ".join(Summary.of(values).text(1) for values in best[method])
+            for method in cnn.METHODS
+        ]
+        gains = [Summary.of(a - b) for a, b in zip(best["LSSGD"], best["SGD"], strict=True)]
+        cells.append(" / ".join(f"{of.mean:+.1f} ± {of.margin:.1f}" for of in gains))
+        rows.append([f"{budget:g}", *cells])
+    print(table(("ε", *cnn.METHODS, "LSSGD - SGD"), rows), flush=True)
+
 
 def print_runs(done: Mapping[cnn.Run, cnn.Outcome]) -> None:
     """Accuracy on the way and at the end, and how much it moved over the last third."""
@@ -394,7 +493,9 @@ def plot_runs(ax: plt.Axes, done: Mapping[cnn.Run, cnn.Outcome], label: str, tit
     ax.legend(fontsize=7, loc="lower right", ncols=2, framealpha=0.6)
 
 
-def convolutional(part: str, folder: str, output: Path, size: cnn.Size) -> None:
+def convolutional(
+    part: str, folder: str, output: Path, size: cnn.Size, jobs: int, device: str
+) -> None:
     """One of the parts 2 to 4: table and picture."""
     runs = {"mnist": cnn.mnist_runs, "long": cnn.long_runs, "cifar": cnn.cifar_runs}[part](size)
     records, epochs = runs[0].records, runs[0].epochs
@@ -406,12 +507,15 @@ def convolutional(part: str, folder: str, output: Path, size: cnn.Size) -> None:
     print(
         f"\n## {titles[part]}\n\n{records} records, {epochs} epochs of {runs[0].steps_per_epoch} "
         f"steps, expected batch {cnn.BATCH_SIZE}, clip {runs[0].clip_norm:g}, δ = "
-        f"{cnn.TARGET_DELTA:g}, one seed, accuracy in percent on {size.test_records} test records. The "
-        "runs of a noise multiplier share batches and noise."
+        f"{cnn.TARGET_DELTA:g}, {size.seeds} seeds, accuracy in percent on {size.test_records} test "
+        "records, mean over the seeds. The runs of a noise multiplier share batches and noise."
     )
     sys.stdout.flush()
-    done = {run: finished(cnn.fit, run, folder) for run in runs}
+    found = run_cnns(runs, folder, size, jobs, device)
+    done = {run: middle(outcomes) for run, outcomes in found.items()}
     print_runs(done)
+    if size.seeds > 1:
+        print_spread(found)
     if part == "mnist":
         figure, grid = plt.subplots(2, 2, figsize=(10, 7))
         for ax, (noise, sigma) in zip(grid.flat, cnn.SIGMA_OF_NOISE.items(), strict=True):
@@ -448,23 +552,31 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, help="one part only")
     parser.add_argument("--settled", action="store_true", help="part tuned: do not tune again")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the pictures")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--whole", action="store_true", help="CNNs at the paper's size: days")
+    parser.add_argument("--device", default="cpu", help="of the CNNs")
     options = parser.parse_args()
     folder = folder_of(options.data)
     mnist(folder)
     torch.set_num_threads(1)
     options.output.mkdir(parents=True, exist_ok=True)
     print_heading("Laplacian smoothing", sys.argv[1:], options.data)
+    sizes = (cnn.TINY, cnn.PAPER) if options.whole else (cnn.QUICK, cnn.FULL)
+    size_of_cnn = sizes[not options.quick]
     for part in [options.only] if options.only else PARTS:
         start = time.perf_counter()
         if part in LOGISTIC:
             print(f"\n## 1. Multiclass logistic regression on MNIST\n\n{TEST}")
             size = QUICK if options.quick else replace(FULL, is_settled=options.settled)
-            LOGISTIC[part](folder, size, options.output)
+            LOGISTIC[part](folder, replace(size, jobs=options.jobs), options.output)
         elif part == "cifar" and not has_cifar10(folder):
             print(f"\n## 4. CIFAR-10 is left out: {folder} does not hold {CIFAR10_LAYOUTS}.")
             continue
+        elif part == "budgets":
+            budgets_part(folder, size_of_cnn, options.jobs, options.device)
         else:
-            convolutional(part, folder, options.output, cnn.QUICK if options.quick else cnn.FULL)
+            where = folder, options.output, size_of_cnn, options.jobs, options.device
+            convolutional(part, *where)
         print(f"\n({time.perf_counter() - start:.0f} s)", flush=True)
     print(f"\nPictures are in {options.output}.")
 

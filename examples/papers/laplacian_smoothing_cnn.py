@@ -7,6 +7,7 @@ in a Trainer would.
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -76,13 +77,21 @@ class Run:
 
     def spent(self, epochs: int) -> float:
         """ε after so many epochs."""
-        event = PoissonGaussian(self.noise_multiplier, self.sample_rate)
-        return epsilon([(event, epochs * self.steps_per_epoch)], TARGET_DELTA)
+        return _spent(self.noise_multiplier, self.sample_rate, epochs * self.steps_per_epoch)
+
+    def affordable(self, budget: float) -> int:
+        """The largest number of epochs that does not spend more."""
+        return bisect_right(range(1, self.epochs + 1), budget, key=self.spent)
 
     @property
     def method(self) -> str:
         """The paper's name, one of SGD, LSSGD, Adam and LSAdam."""
         return ("LS" if self.sigma else "") + self.optimizer
+
+
+@lru_cache(maxsize=4096)
+def _spent(noise_multiplier: float, sample_rate: float, steps: int) -> float:
+    return epsilon([(PoissonGaussian(noise_multiplier, sample_rate), steps)], TARGET_DELTA)
 
 
 @dataclass(frozen=True)
@@ -111,12 +120,13 @@ def mnist_tensors(folder: str, records: int, test_records: int) -> tuple[Tensor,
 # -- training --------------------------------------------------------------------------------------
 
 
-def fit(run: Run, folder: str) -> Outcome:
+def fit(run: Run, folder: str, device: str) -> Outcome:
     """Train once; runs that differ in method only share their batches and their noise."""
     load = mnist_tensors if run.data == "mnist" else cifar10
-    x, y, x_test, y_test = load(folder, run.records, run.test_records)
+    found = load(folder, run.records, run.test_records)
+    x, y, x_test, y_test = (tensor.to(device) for tensor in found)
     torch.manual_seed(run.seed)
-    net = mnist_network() if run.data == "mnist" else cifar_network()
+    net = (mnist_network() if run.data == "mnist" else cifar_network()).to(device)
     trainee, query = Trainee(net, x, y), Query((Term(),), run.clip_norm, run.noise_multiplier)
     params = trainee.params
     kind = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam}[run.optimizer]
@@ -156,16 +166,20 @@ def accuracy(net: nn.Module, x: Tensor, y: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Size:
-    """Records and epochs of the three experiments."""
+    """Records and epochs of the three experiments, and noises of each run."""
 
     mnist: tuple[int, int]
     long: tuple[int, int]
     cifar: tuple[int, int]
     test_records: int
+    seeds: int = 1
 
 
 FULL = Size(mnist=(10_240, 15), long=(7_680, 60), cifar=(5_120, 8), test_records=2_000)
 QUICK = Size(mnist=(2_560, 3), long=(2_560, 4), cifar=(512, 1), test_records=500)
+# The paper's 60 epochs of MNIST; half of CIFAR-10, whose epochs it does not state.
+PAPER = Size((60_000, 60), (60_000, 60), (25_000, 20), test_records=10_000, seeds=3)
+TINY = Size((512, 2), (512, 2), (256, 1), test_records=100, seeds=2)  # --quick of that
 
 SIGMA_OF_NOISE = {2.0: 0.2, 5.0: 1.0, 8.0: 1.0, 10.0: 1.0}  # the paper's
 RATES = {"SGD": 0.15, "Adam": 0.001}

@@ -57,10 +57,14 @@ class Outer:
 
 
 class NetworkGradients(AbstractPerSampleGradients):
-    """Gradients of a network of linear layers: per record and layer one outer product."""
+    """Gradients of a network of linear layers: per record and layer one outer product.
 
-    def __init__(self, layers: Sequence[Outer]) -> None:
-        self.layers = layers
+    Args:
+        copies: how many records each column stands for; each of them is bounded by itself.
+    """
+
+    def __init__(self, layers: Sequence[Outer], copies: Tensor | None = None) -> None:
+        self.layers, self.copies = layers, copies
 
     @property
     def count(self) -> int:
@@ -70,6 +74,8 @@ class NetworkGradients(AbstractPerSampleGradients):
         return sum(layer.square_norms() for layer in self.layers).sqrt()
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
+        if self.copies is not None:
+            weights = weights * self.copies
         is_zero = weights == 0
         keep = ~is_zero if bool(is_zero.any()) else None
         return torch.cat([layer.weighted_sum(weights, keep) for layer in self.layers])
@@ -84,7 +90,8 @@ class NetworkGradients(AbstractPerSampleGradients):
             [
                 mine.combine(weight, its, other_weight)
                 for mine, its in zip(self.layers, other.layers, strict=True)
-            ]
+            ],
+            self.copies,
         )
 
 

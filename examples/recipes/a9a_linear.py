@@ -15,7 +15,7 @@ PLAIN = Way(epochs=10, batch_size=256, learning_rate=0.05)
 
 
 def main() -> None:
-    options = read_options(__file__, __doc__, seeds=1)
+    options = read_options(__file__, __doc__)
 
     compare(
         "a9a, logistic regression",

@@ -18,7 +18,7 @@ PLAIN = Way(epochs=4, batch_size=256, learning_rate=0.001)
 
 
 def main() -> None:
-    options = read_options(__file__, __doc__, seeds=1)
+    options = read_options(__file__, __doc__)
     x, y, x_test, y_test = cifar10(options.data, options.limit)
     found = [features(images, GROUPS, DIRECTIONS) for images in (x, x_test)]
     inputs = found[0].shape[1]

@@ -52,6 +52,7 @@ class Options:
     """The options of every recipe, and when it began."""
 
     name: str
+    usual_epsilon: float
     data: str
     epsilon: float
     seeds: int
@@ -68,10 +69,20 @@ class Options:
     @property
     def command(self) -> str:
         data = " --data DIR" if self.data else ""
-        return f"python examples/recipes/{self.name}.py{data}"
+        epsilon = "" if self.is_usual else f" --epsilon {self.epsilon:g}"
+        return f"python examples/recipes/{self.name}.py{data}{epsilon}"
+
+    @property
+    def is_usual(self) -> bool:
+        return self.epsilon == self.usual_epsilon
+
+    @property
+    def suffix(self) -> str:
+        """Of the file of a row at another budget."""
+        return "" if self.is_usual else f"_{self.epsilon:g}"
 
 
-def read_options(file: str, description: str, *, epsilon: float = 3.0, seeds: int = 2) -> Options:
+def read_options(file: str, description: str, *, epsilon: float = 3.0) -> Options:
     """The arguments of the command line."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     given = os.environ.get(DATA_VARIABLE, "")
@@ -79,13 +90,13 @@ def read_options(file: str, description: str, *, epsilon: float = 3.0, seeds: in
         "--data", default=given, help=f"folder of the data (or set {DATA_VARIABLE})"
     )
     parser.add_argument("--epsilon", type=float, default=epsilon, help="budget of each run")
-    parser.add_argument("--seeds", type=int, default=seeds, help="how many private runs")
+    parser.add_argument("--seeds", type=int, default=5, help="how many private runs")
     parser.add_argument("--quick", action="store_true", help="few records, one epoch, no checks")
     parser.add_argument("--output", type=Path, default=Path("outputs/recipes"))
     found = vars(parser.parse_args())
     warnings.filterwarnings("ignore", ".*does not have many workers")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    return Options(Path(file).stem, **found)
+    return Options(Path(file).stem, epsilon, **found)
 
 
 class Learner(L.LightningModule):
@@ -214,5 +225,5 @@ def compare(
     plain = measure(make, data, ways[1], options, delta, seeds=1)
     records = len(data[0])  # type: ignore[arg-type]
     row = Row(title, metric, options.command, records, delta, private, plain)
-    path = save(row, options.output / f"{name or options.name}.json")
+    path = save(row, options.output / f"{name or options.name}{options.suffix}.json")
     print(f"{table([row])}\nsaved: {path}")

@@ -25,7 +25,7 @@ def network() -> nn.Module:
 
 
 def main() -> None:
-    options = read_options(__file__, __doc__, seeds=1)
+    options = read_options(__file__, __doc__)
     x, y, x_test, y_test = mnist(options.data, options.limit)
 
     compare(

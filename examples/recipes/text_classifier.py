@@ -39,7 +39,7 @@ def split(limit: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def main() -> None:
-    options = read_options(__file__, __doc__, seeds=1)
+    options = read_options(__file__, __doc__)
 
     compare(
         f"code of {len(PACKAGES)} packages, linear on hashed words",

@@ -94,6 +94,25 @@ def test_a_private_run_repeats_number_by_number(import_paper, mnist_folder):
     assert runs[2][2] < runs[0][2]
 
 
+def test_a_tuned_run_spends_its_budget_and_without_noise_it_learns(
+    import_paper, tmp_path, monkeypatch
+):
+    private = import_paper("async_federated_private")
+    monkeypatch.setattr(private, "PRIVATE_RECORDS", 400)
+    rng = np.random.default_rng(0)
+    x = rng.random((3000, 6)).astype(np.float32)
+    np.savez(tmp_path / "w8a.npz", X=x, y=np.where(x[:, 0] > 0.5, 1, -1))
+    setting = {"step": 5.0, "size": 400, "clip": 1.0, "gradients": 16_000, "decay": 0.0}
+    found = private.tuned_run(str(tmp_path), setting, 0)
+    assert 0.99 < found.spent <= 1
+    accuracy, _ = private.plain_model(str(tmp_path), 0)
+    assert accuracy > 0.97
+    monkeypatch.setattr(private, "smallest_sigma", lambda *_: 0.0)
+    free = private.tuned_run(str(tmp_path), setting, 0)
+    assert free.test[1] > 0.9
+    assert free.test[0] > found.test[0]
+
+
 @pytest.mark.slow
 def test_it_runs_on_small_archives(run_paper, mnist_folder, tmp_path):
     rng = np.random.default_rng(0)
@@ -104,7 +123,8 @@ def test_it_runs_on_small_archives(run_paper, mnist_folder, tmp_path):
     arguments = ["--data", str(tmp_path), "--quick", "--seeds", "1"]
     done = run_paper("async_federated.py", *arguments, data=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("## ") == 10
+    assert done.stdout.count("## ") == 11
+    assert (tmp_path / "outputs/async_federated/growth.png").stat().st_size > 10_000
 
 
 # -- the paper's parameter selection prints the paper's numbers, and the true ε ----------------------

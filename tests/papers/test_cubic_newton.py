@@ -176,6 +176,27 @@ def test_the_optimum_is_one(example, folder):
     assert of.best_accuracy == pytest.approx(float((of.test.numpy() @ w > 0).mean()))
 
 
+def test_the_synthetic_set_has_the_shape_of_epsilon_and_its_own_rule(example, monkeypatch):
+    """Small here: variances 1/j, and labels whose rule is right on about 90 %."""
+    data = example.cubic_newton_data
+    assert data.SYNTHETIC == (400_000, 20_000, 2_000)
+    monkeypatch.setattr(data, "SYNTHETIC", (12_000, 2_000, 60))
+    (x, y), (x_test, y_test) = data._synthetic()
+    assert x.shape == (12_000, 60)
+    assert x_test.shape == (2_000, 60)
+    np.testing.assert_allclose(x.var(0) * np.arange(1, 61), 1, atol=0.1)
+    best = np.linalg.lstsq(x, y, rcond=None)[0]
+    assert 0.86 < np.mean((x_test @ best > 0) == (y_test > 0)) < 0.94
+    of = data.problem("synthetic", "", 4)
+    assert of.x.shape == (4, 3_000, 61)
+    torch.testing.assert_close(of.x.norm(dim=2), torch.ones(4, 3_000))
+    assert float(of.suboptimality(torch.zeros(61, 1))[0]) > 0.1
+    assert 0.84 < of.best_accuracy < 0.94
+    setting = example.cubic_newton_run.Setting(2, 8.0, 0.3)
+    trace = example.cubic_newton_run.execute(of, setting, 1.0, 3, 1.0, 0)
+    assert trace.suboptimality[-1] < trace.suboptimality[0]
+
+
 # -- the paper's noise, and the tables -------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from lightning_dp.accounting.gdp import gdp_epsilon
 from lightning_dp.boundary import Query, Term, bounded_sum
 from lightning_dp.functional import flatten, unflatten
 
-MODULES = ("diff2_data", "diff2_model", "diff2_run", "diff2_report", "diff2")
+MODULES = ("diff2_data", "diff2_model", "diff2_run", "diff2_report", "diff2_halving", "diff2")
 
 
 @pytest.fixture
@@ -106,6 +106,53 @@ def test_differences_of_close_points_are_accurate_in_float32(name, example, fold
     assert error < 5e-3 * exact.norm(dim=1).median()
 
 
+@pytest.fixture
+def copies(folder: Path) -> Path:
+    """The set of classes with some records that are there up to five times."""
+    with np.load(folder / "kddcup99_10pct.npz") as whole:
+        x, y = whole["X"], whole["y"]
+    chosen = np.random.default_rng(1).permutation(np.repeat(np.arange(90), np.arange(90) % 5 + 1))
+    np.savez(folder / "kddcup99_10pct.npz", X=x[chosen], y=y[chosen])
+    return folder
+
+
+def test_equal_records_count_as_often_as_they_are_there(example, copies, monkeypatch):
+    """Sums, means and runs are those where each copy is another column."""
+    counted = example.diff2_data.split("kdd", str(copies), 0)
+    kdd = example.diff2_data.SETS["kdd"]
+    monkeypatch.setitem(
+        example.diff2_data.SETS, "kdd", example.diff2.replace(kdd, has_copies=False)
+    )
+    example.diff2_data.split.cache_clear()
+    each = example.diff2_data.split("kdd", str(copies), 0)
+    assert counted.train.count == each.train.count > 2 * counted.train.columns
+    assert counted.test.count == each.test.count > counted.test.columns
+
+    points = [example.diff2_model.Network(each).start(seed) for seed in (1, 2)]
+    for weights in ((1.0,), (1.0, -1.0)):
+        norms = answer(example, each, weights, points[: len(weights)]).norms()
+        sums = [
+            bounded_sum(
+                answer(example, data, weights, points[: len(weights)]), float(norms.median())
+            )
+            for data in (counted, each)
+        ]
+        torch.testing.assert_close(sums[0].value, sums[1].value, rtol=1e-4, atol=1e-4)
+    found, expected = (
+        example.diff2_model.Network(data).on_test(points[0]) for data in (counted, each)
+    )
+    assert found == pytest.approx(expected)
+
+    setting = example.diff2_run.Setting(0.1, 0.5, 4, 3.0)
+    run = example.diff2_run.Run("kdd", str(copies), 0, 3.0, 40, "exact", setting)
+    traces = []
+    for data in (counted, each):
+        monkeypatch.setattr(example.diff2_run, "split", lambda *_, data=data: data)
+        traces.append(example.diff2_run.execute(run))
+    np.testing.assert_allclose(traces[0].values, traces[1].values, rtol=1e-3)
+    assert traces[0].spent == traces[1].spent
+
+
 # -- the noise and the runs ----------------------------------------------------------------------
 
 
@@ -171,6 +218,53 @@ def mean_gradient(data: Any, params: list[Tensor]) -> Tensor:
 def _outputs(params: list[Tensor], data: Any) -> Tensor:
     hidden = torch.nn.functional.softplus(params[0] @ data.train.x)
     return params[1][0, :-1] @ hidden + params[1][0, -1]
+
+
+def test_a_part_of_a_run_is_how_it_begins(example, folder):
+    setting = example.diff2_run.Setting(0.05, 1.0, 4, 3.0)
+    whole = run_of(example, folder, setting, "exact", rounds=80)
+    part = run_of(example, folder, setting, "exact", rounds=80, part=2)
+    np.testing.assert_array_equal(part.values, whole.values[:, :3])
+
+
+def test_halving_drops_by_the_level_of_each_rung(example):
+    """Of settings whose levels are known the best at first is overtaken; a mean decides."""
+    halving, setting = example.diff2_halving, example.diff2_run.Setting
+    settings = [setting(float(i)) for i in range(1, 31)]
+    levels = {8: lambda i, s: i, 2: lambda i, s: -i, 1: lambda i, s: [i, -2.5 * i, 0][s - 100]}
+    made = []
+
+    def execute_all(runs):
+        made.append(runs)
+        return [
+            SimpleNamespace(
+                level=lambda c, at=(part, one.rate, seed): (1 - 2 * c) * levels[at[0]](*at[1:])
+            )
+            for _, one, seed, part in runs
+        ]
+
+    found = halving.winners(
+        {"a": ("exact", settings)}, halving.HALVING, lambda *what: what, execute_all
+    )
+    assert [len(runs) for runs in made] == [30, 12, 12]
+    assert {one.rate for _, one, *_ in made[1]} == {*range(1, 7), *range(25, 31)}
+    assert {(one.rate, seed) for _, one, seed, _ in made[2]} == {
+        (rate, seed) for rate in (5, 6, 25, 26) for seed in (100, 101, 102)
+    }
+    assert found["a", 0].rate == 6  # of 5 and 6 the mean is -1.5 i / 3
+    assert found["a", 1].rate == 25
+    grids = halving.dp_gd_grid(), halving.diff2_grid()
+    assert [len(set(grid)) for grid in grids] == [30, 30]
+
+
+@pytest.mark.slow
+def test_halving_prints_its_winners_and_its_tables(run_paper, copies, tmp_path):
+    arguments = ["--confirm", "--sets", "kdd", "--rounds", "80", "--seeds", "2", "--jobs", "1"]
+    done = run_paper("diff2.py", *arguments, "--output", str(tmp_path / "pictures"), data=copies)
+    assert done.returncode == 0, done.stderr
+    assert "by halving and by the full grid in" in done.stdout
+    assert "| DIFF2-GD, paper's noise (a) | 2.341 |" in done.stdout
+    assert (tmp_path / "pictures" / "kdd.png").stat().st_size > 20_000
 
 
 @pytest.mark.slow

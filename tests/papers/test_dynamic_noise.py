@@ -75,6 +75,48 @@ def test_every_plan_spends_its_budget(run):
             assert 0.998 * value < spent <= value * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("beta", [None, 0.9, 0.5])
+def test_both_forms_of_the_influence_are_the_sums_that_they_abbreviate(import_paper, beta):
+    minibatches, steps, decay = import_paper("dynamic_noise_minibatches"), 12, 0.94
+    found = minibatches.influenced(steps, decay, *([] if beta is None else [beta])).influence
+    expected = []
+    for i in range(1, steps + 1):
+        later = range(i, i + 1 if beta is None else steps + 1)
+        expected.append(sum(decay ** (steps - t) * (beta or 1.0) ** (2 * (t - i)) for t in later))
+    np.testing.assert_allclose(found, np.array(expected) / max(expected), rtol=1e-9)
+
+
+def test_the_network_with_momentum_takes_any_number_of_digits(import_paper, mnist_folder, run):
+    data, figures = import_paper("dynamic_noise_data"), import_paper("dynamic_noise_figures")
+    for records in (300, 1500):
+        digits = data.ten_digits(str(mnist_folder), 10.0, records)
+        assert len(digits.x) == len(digits.y) == records
+        assert float(digits.x.norm(dim=1).max()) == pytest.approx(10.0)
+    figures.MAX_STEPS = 5
+    losses = [
+        figures.momentum_run(str(mnist_folder), records, 10.0, shape, 3)
+        for records in (100, 3000)
+        for shape in (None, figures.Constant())
+    ]
+    few, many = (abs(noisy - plain) for plain, noisy in (losses[:2], losses[2:]))
+    assert 0 < 10 * many < few  # the noise in the mean is 30 times less
+
+
+def test_a_fit_with_momentum_and_a_form_of_the_influence_spends_its_budget(
+    import_paper, mnist_folder
+):
+    minibatches = import_paper("dynamic_noise_minibatches")
+    base = minibatches.Run(str(mnist_folder), "logistic regression", 1.0, 1.0, 1.0, 0, 600, 2)
+    schedule = minibatches.influenced(base.steps, 0.7)
+    runs = [
+        minibatches.fit(minibatches.replace(base, momentum=momentum, schedule=schedule))
+        for momentum in (0.0, 0.9)
+    ]
+    assert runs[0][0] != runs[1][0]
+    for *_, spent in runs:
+        assert 0.99 < spent <= 1
+
+
 @pytest.mark.slow
 def test_the_quick_run_prints_its_tables_and_draws_its_pictures(run_paper, mnist_folder, tmp_path):
     done = run_paper("dynamic_noise.py", "--quick", "--output", "pictures", data=mnist_folder)
@@ -89,6 +131,7 @@ def test_the_quick_run_prints_its_tables_and_draws_its_pictures(run_paper, mnist
         "small CNN",
         "## 3. Two curvatures",
         "## 4. Momentum 0.9",
+        "## 5. Momentum 0.9 on minibatches",
     ):
         assert words in done.stdout
     spent = [float(x) for x in re.findall(r"\| 1 \| (?:constant|to 1/4) \| ([\d.]+) ", done.stdout)]

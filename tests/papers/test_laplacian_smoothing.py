@@ -151,6 +151,41 @@ def test_the_networks_sums_are_sums_of_clipped_gradients(network, shape, example
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
 
 
+def test_the_best_at_a_budget_is_chosen_by_the_other_noises(example):
+    curves = [np.array([[1.0, 9.0], [2.0, 3.0], [4.0, 3.0]]), np.array([[5.0], [5.0], [1.0]])]
+    of_itself, of_others = example.best_of(curves)
+    assert of_itself.tolist() == [9.0, 5.0, 4.0]
+    # Sums over the others: 6, 6, 6 (the first column wins a tie), then 5, 12, 6, then 3, 12, 10.
+    assert of_others.tolist() == [1.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("budget", [0.05, 0.4, 0.7, 100.0])
+def test_no_more_epochs_are_run_than_the_budget_allows(example, budget):
+    run = replace(example.cnn.mnist_runs(example.cnn.FULL)[-1], epochs=30)
+    epochs = run.affordable(budget)
+    assert epochs == sum(run.spent(n) <= budget for n in range(1, 31))
+    assert run.spent(3) == pytest.approx(
+        example.cnn.epsilon([(example.cnn.PoissonGaussian(10.0, 256 / 10_240), 120)], 1e-5)
+    )
+
+
+@pytest.mark.slow
+def test_the_papers_size_is_a_command(run_paper, folder):
+    """Both tables, tiny: the mean over two noises is that of the runs."""
+    shown = {}
+    for part in ("mnist", "budgets", "cifar"):
+        done = run_paper(
+            "laplacian_smoothing.py", "--quick", "--whole", "--only", part, data=folder
+        )
+        assert done.returncode == 0, done.stderr
+        shown[part] = done.stdout
+    assert "60 epochs" not in shown["mnist"]
+    assert shown["mnist"].count("| LSAdam |") == 8
+    assert "Over 22 settings" in shown["budgets"]
+    assert shown["budgets"].count(" / ") >= 5
+    assert shown["cifar"].count("| LSSGD |") == 2
+
+
 @pytest.mark.slow
 def test_the_quick_run_prints_its_tables_and_draws_its_pictures(run_paper, folder, tmp_path):
     done = run_paper("laplacian_smoothing.py", "--quick", "--output", "pictures", data=folder)
@@ -171,5 +206,6 @@ def test_the_quick_run_prints_its_tables_and_draws_its_pictures(run_paper, folde
     ]
     assert spent == pytest.approx([0.3, 0.1] * 3, rel=2e-3)
     assert done.stdout.count("| LSAdam |") == 5
+    assert "## 5. The best accuracy at a budget" in done.stdout
     for name in ("curves.png", "mnist.png", "long.png", "cifar.png"):
         assert (tmp_path / "pictures" / name).stat().st_size > 20_000
