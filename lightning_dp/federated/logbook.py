@@ -16,7 +16,6 @@ from lightning_dp._files import replaced
 from lightning_dp.accounting import Gaussian, PLDAccountant
 from lightning_dp.federated.protocol import AbstractServer
 from lightning_dp.plotting import plot_federation, svg
-from lightning_dp.report.content import filled
 
 _log = logging.getLogger("lightning_dp.federated")
 
@@ -192,6 +191,8 @@ def read_rounds(path: Path) -> list[Presence]:
 
 def federation_page(summary: Mapping[str, Any], attendance: Iterable[Presence]) -> str:
     """Return the report of a federation in Markdown, from ``federation.json`` and its rounds."""
+    from lightning_dp.report.content import filled  # clients need none
+
     answered, absent = Counter[int](), dict[int, list[int]]()
     for presence in attendance:
         if presence.answered:

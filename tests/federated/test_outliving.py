@@ -15,8 +15,10 @@ import pytest
 import torch
 from scipy import stats
 
+from lightning_dp.accounting import Gaussian, PLDAccountant
 from lightning_dp.federated import AsyncServer
 from lightning_dp.federated.cubic_newton import CubicNewtonPlan
+from lightning_dp.federated.logbook import _epsilon_of_plan
 from lightning_dp.federated.protocol import (
     AbstractServer,
     Attendance,
@@ -28,6 +30,7 @@ from lightning_dp.federated.protocol import (
 from tests.federated.zoo import (
     ASYNC,
     CLIENTS,
+    DELTA,
     FEDERATIONS,
     NEWTON,
     RECORDS,
@@ -381,6 +384,10 @@ def test_what_the_plan_says_of_epsilon_is_what_honest_clients_pay(tmp_path):
         assert end.round == getattr(end.plan, "rounds", ROUNDS)
         for c in range(CLIENTS):
             assert Counter(dict(end.spent(RECORDS, c))) == Counter(dict(federation.events(c)))
+        if federation is BOUNDED["DP-FCRN, bounded"]:  # of a whole client nothing is amplified
+            facts = {"client": 0, "unit": "client", "delta": DELTA, "relation": "add_remove"}
+            expected = PLDAccountant().epsilon([(Gaussian(0.8), 4 * 4)], DELTA)
+            assert _epsilon_of_plan(end, facts) == {"epsilon_of_plan": expected}
     assert FEDERATIONS["asynchronous"].begin().spent(RECORDS, 0) == []
     started = play(
         FEDERATIONS["asynchronous"].begin(TWO), FEDERATIONS["asynchronous"].clients(tmp_path)
