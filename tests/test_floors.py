@@ -154,7 +154,8 @@ PLACES: dict[str, tuple[str, ...]] = {
         *("gradients.side_effects", "gradients.batches"),
     ),
     "flwr": ("federated.flower",),
-    **dict.fromkeys(("pytorch_lightning", "dp_accounting", "optuna", "callbacks"), ()),
+    "dp_accounting": ("accounting.dp_event",),
+    **dict.fromkeys(("pytorch_lightning", "optuna", "callbacks"), ()),
 }
 
 

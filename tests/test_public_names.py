@@ -40,7 +40,7 @@ PUBLIC = {
         Gaussian PoissonGaussian ApproximateDP ZCDP
         PLDAccountant StreamingRDPAccountant
         epsilon delta epsilon_text TradeOff trade_off calibrate
-        sweep_history recover_journal
+        sweep_history recover_journal to_dp_event
     """,
     "lightning_dp.report": "PrivacyReport",
     "lightning_dp.strategies": "PrivateSingleDeviceStrategy PrivateDDPStrategy",

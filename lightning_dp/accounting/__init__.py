@@ -23,12 +23,14 @@ __all__ = [
     "epsilon_text",
     "recover_journal",
     "sweep_history",
+    "to_dp_event",
     "trade_off",
 ]
 
 if TYPE_CHECKING:
     from lightning_dp.accounting.base import epsilon_text
     from lightning_dp.accounting.calibration import calibrate
+    from lightning_dp.accounting.dp_event import to_dp_event
     from lightning_dp.accounting.events import (
         ZCDP,
         ApproximateDP,
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from lightning_dp.accounting.pld import PLDAccountant, TradeOff, delta, epsilon, trade_off
     from lightning_dp.accounting.rdp import StreamingRDPAccountant
 else:
-    homes = ("events", "base", "pld", "rdp", "calibration", "ledger")
+    homes = ("events", "base", "pld", "rdp", "calibration", "ledger", "dp_event")
     __getattr__ = names_from(__name__, *homes)
 
 
