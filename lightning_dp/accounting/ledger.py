@@ -73,6 +73,7 @@ class Ledger:
         self.id = new_id()
         self.journal_path: Path | None = None
         self.weights: set[str] = set()  # fingerprints of weights that were released
+        self.latest_weights: tuple[str, ...] = ()
         self.is_replanned = False  # the noise of a run was planned after steps of others
         self.crashed: PlannedRun | None = None  # that whose checkpoint was restored last
         self.began: datetime | None = None  # at the first charge that this object saw
@@ -181,8 +182,10 @@ class Ledger:
 
     def note_weights(self, fingerprints: Sequence[str]) -> None:
         """Remember that weights were released."""
-        self.weights.update(fingerprints)
-        self.note(WEIGHTS, *fingerprints)
+        if self.latest_weights != (found := tuple(fingerprints)):
+            self.latest_weights = found
+            self.weights.update(found)
+            self.note(WEIGHTS, *found)
 
     def note_plan(self, target_epsilon: float, last_step: int, *, is_replanned: bool) -> None:
         """Note that the current run's noise was calibrated, for the run that resumes it after a crash."""

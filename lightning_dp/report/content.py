@@ -99,6 +99,8 @@ class PrivacyReport:
         versions: of the packages that matter.
         ledger_id: of the ledger whose charges these are.
         journal: the path of its journal; None before a fit.
+        weights: hashes of the released weights that it speaks of, of some parameters:
+            ``lightning_dp.report.run_report.fingerprints(model.parameters())`` has them all.
         events: what was charged: for each run (one fit in one process), events and their counts in
             the order of time.
     """
@@ -135,6 +137,7 @@ class PrivacyReport:
     versions: dict[str, str] = field(default_factory=dict)
     ledger_id: str
     journal: str | None = None
+    weights: tuple[str, ...] = ()
     events: Charges
 
     def history(self) -> list[tuple[AbstractEvent, int]]:

@@ -109,6 +109,7 @@ def report_of_run(run: PrivateRun) -> PrivacyReport:
         ),
         versions=dict(_versions()),
         ledger_id=run.ledger.id,
+        weights=run.ledger.latest_weights,
         journal=None if journal is None else str(journal),
         events=run.ledger.runs,
     )

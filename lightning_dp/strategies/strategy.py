@@ -608,6 +608,8 @@ class DifferentialPrivacyStrategy(Strategy):
             self._agree_without_step()
         fault = changed_rows(private_loader_of(trainer)) or fit.isolation.fault
         fit.agree(fault, SyncPoint.END)
+        if self.is_global_zero:
+            fit.earlier.released()
         for callback in self._callbacks:
             callback.on_privacy_end(trainer, run)
 
@@ -624,13 +626,13 @@ class DifferentialPrivacyStrategy(Strategy):
         watch = self._watch if fit is None else fit.isolation
         if watch is not None and (reason := watch.unexplained()) is not None:
             raise MisconfigurationError(reason, topic="kept-records")
+        if fit is not None and self.is_global_zero:
+            fit.earlier.released(checkpoint.get("state_dict", {}))
         lead, params = self.is_global_zero, self._sharded
         content = _write_record(checkpoint, run, is_writer=lead, sharded=params)
         if content is not None:
             for callback in self._callbacks:
                 callback.on_privacy_save(run, content)
-        if fit is not None and self.is_global_zero:
-            fit.earlier.released(checkpoint.get("state_dict", {}))
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if fit is not None and self.is_global_zero:
             run.ledger.note_saved(0 if run.mechanism is None else run.mechanism.ahead)

@@ -25,6 +25,7 @@ from lightning_dp.report.files import (
     total,
     write_report,
 )
+from lightning_dp.report.run_report import fingerprints
 
 
 class At(L.Callback):
@@ -61,6 +62,21 @@ def test_it_reads_back_as_the_run_tells_it(fit):
     assert "12 × PoissonGaussian(noise_multiplier=1.5, sample_rate=0.1)" in page
     assert fitted.id in page and "clip norm max_grad_norm: 1" in page
     assert "tests on other private data (validation)" in page
+
+
+def test_it_names_the_weights_that_it_speaks_of(fit, tmp_path):
+    """Those at the end, without a checkpoint; and in a checkpoint those that it holds."""
+    fitted = fit(
+        callbacks=(ModelCheckpoint(tmp_path / "saved", every_n_train_steps=5, save_top_k=-1),)
+    )
+    saved = [torch.load(path, weights_only=False) for path in (tmp_path / "saved").iterdir()]
+    said = [
+        (each["lightning_dp"]["report"]["weights"], each["state_dict"].values()) for each in saved
+    ]
+    weights = fitted.trainer.lightning_module.parameters()
+    for found, values in [*said, (read_report(fitted.reports[0]).weights, weights)]:
+        assert found and set(found) <= set(fingerprints(values))
+    assert len({found[0] for found, _ in said}) == len(said) == 2
 
 
 @pytest.mark.parametrize(("where", "logs"), [(None, True), ("logs/version_0", True), ("a", False)])
