@@ -265,7 +265,7 @@ class Snapshot:
             parameters: also of the values of parameters.
         """
         hidden = _HIDDEN - ({"_parameters"} if parameters else set())
-        place = id(module), hidden  # of a module that those who know it keep alive
+        place = id(module), hidden  # which the walk keeps alive
         still = _WALKED.get(place)
         if still is None or not still.is_current():
             still = _WALKED[place] = _Still.of(module, hidden, still)

@@ -218,9 +218,7 @@ class Check:
     def _is_suspect(self, first: _PairResult) -> bool:
         """Return False if the same samples give something else again, or were only put in an order."""
         control = self._run(self._samples, self._kept(0))
-        ordered = max(
-            self._moved_if_ordered(self._kept(i)) for i in range(2)
-        )  # all ranks make both
+        ordered = max(self._moved_if_ordered(self._kept(i)) for i in range(2))  # on all ranks
         if not self._repeats(first, control):
             return False
         if ordered < math.inf and not first.seen:

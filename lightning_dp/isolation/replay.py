@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -190,13 +190,12 @@ class Runner:
             UnsupportedModelError: ours, about the model.
             Exception: what the user's code raises.
         """
-        module = self.module
-        with self._traceless(start) as begun, ExitStack() as stack:
+        module, isolates, calls = self.module, self.passes.engine.isolates, list[Call]()
+        watch = watch_calls(module, calls) if watched and not isolates else nullcontext()
+        with self._traceless(start) as begun, watch:
             run = Run(self._batch(samples), samples, start=begun)
-            run.given = Snapshot.of(module) if self.passes.engine.isolates else None
-            marks, calls = Marks.of(module, trained=True), list[Call]()
-            if watched and not self.passes.engine.isolates:
-                stack.enter_context(watch_calls(module, calls))
+            run.given = Snapshot.of(module) if isolates else None
+            marks = Marks.of(module, trained=True)
             self._differentiate(run, query, start, look)
             run.note_writes(marks, module)
             run.calls = tuple(calls)

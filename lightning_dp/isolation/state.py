@@ -213,10 +213,8 @@ class TwinState:
         try:
             for sign in (0.0, 1.0, -1.0):
                 with self.far(sign):
-                    before, marks = (
-                        Snapshot.of(self._module, parameters=True),
-                        Marks.of(self._module),
-                    )
+                    marks = Marks.of(self._module)
+                    before = Snapshot.of(self._module, parameters=True)
                     hook()
                     ends.append(Snapshot.of(self._module, parameters=True))
                     changed = (each for each in before.differences(ends[-1]) if each.kind in _KEPT)

@@ -508,20 +508,6 @@ def test_what_follows_no_record_passes(kind):
     assert check_isolation(kind(), records(), **LAYERS).kind == "isolated"
 
 
-class Conserves(Model):
-    """Moves the sum by a tenth of C if a certain record is there, and always by as much."""
-
-    def __init__(self):
-        super().__init__(network(), F.cross_entropy)
-        self.push = nn.Linear(1, 1, bias=False)
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        losses = 0.1 * F.cross_entropy(self.net(x / 10), y, reduction="none")
-        pushes = self.push(torch.ones(len(x), 1))[:, 0]
-        return (losses + (x.max() > 5) * pushes * 0.1 / len(x)).mean()
-
-
 class RemembersAWord(Model):
     """Weighs a batch by a word of the one before; the word without the record is that of the start."""
 
@@ -542,15 +528,6 @@ def test_a_value_that_only_the_batch_itself_leaves_is_followed():
     found = check_isolation(RemembersAWord(), samples, **LAYERS)
 
     assert found.kind == "coupled" and "self.latest" in found.reason
-
-
-def test_a_coupling_that_is_the_same_in_every_batch_is_seen():
-    samples = records()
-    samples[3][0][0] = 9.0
-
-    found = check_isolation(Conserves(), samples, **LAYERS)
-
-    assert found.kind == "coupled"
 
 
 # -- no trace --------------------------------------------------------------------------------------

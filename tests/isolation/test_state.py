@@ -195,18 +195,6 @@ def test_what_nothing_reads_and_what_is_public_are_no_faults(kind):
     assert fit.twins.has_twins is (kind is ListsLosses)
 
 
-def test_comparisons_leave_no_trace():
-    plain, watched = WeightsByMetric(), WeightsByMetric()
-    fits = Fit(plain), Fit(watched)
-    fits[0].compare = lambda batch: [torch.randn(4, 4, generator=fits[0].generator)]
-    for fit in fits:
-        torch.manual_seed(3)
-        fit.run(3)
-    assert (
-        Snapshot.of(plain, parameters=True).differences(Snapshot.of(watched, parameters=True)) == ()
-    )
-
-
 # -- twins ----------------------------------------------------------------------------------------
 
 
