@@ -2,10 +2,15 @@
 
     python benchmarks/fit_start.py            # 100,000 steps, half a minute
     python benchmarks/fit_start.py --quick    # 2,000 steps
+    python benchmarks/fit_start.py --models MLP nn.LSTM ResNet-18 decoder [--rounds 5]
 
 Each run starts in a forked process of its own with one thread; imports are not timed. No model is
 made: what is measured depends on the configuration, the sampling rate and the number of steps only.
 The columns are those of ``PrivateRun.start``, of the first ε published, and of ε of the whole plan.
+
+With --models it is the start of a fit: processor seconds from ``fit`` to the end of step 1, in
+alternating rounds after one that is not counted (imports, kernels), and how often ``training_step``
+ran, with its records. Rows: without privacy; all defaults; no dry run; no comparisons either; no check.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import argparse
 import math
 import multiprocessing
 import os
+import statistics
 import sys
 import time
 import warnings
@@ -182,13 +188,62 @@ def _charge(run: PrivateRun, before: History) -> None:
     run.ledger.end()
 
 
+def starts(names: list[str], rounds: int) -> None:
+    """Print the starts of fits; the goal is 1.5 times that without privacy, and 0.3 s."""
+    import step  # Lightning, which the rows above do without
+    from models import MODELS
+
+    from lightning_dp import Checks
+
+    step.quiet()
+    step.by_processor()
+    ways: dict[str, Checks | None] = {
+        "without privacy": None,
+        "ours": Checks(),
+        "ours, no dry run": Checks(dry_run=False),
+        "ours, no comparisons": Checks(dry_run=False, comparisons=False),
+        "ours, no checks": step.OFF,
+    }
+    ran: list[int] = []
+    plain_step = step.Module.training_step
+
+    def counted(module: step.Module, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if module.trainer.global_step < 2:
+            ran.append(len(batch[0]))
+        return plain_step(module, batch, batch_idx)
+
+    step.Module.training_step = counted  # type: ignore[method-assign]
+    for name in names:
+        model, found = MODELS[name], {way: list[float]() for way in ways}
+        sizes: dict[str, list[int]] = {}
+        for turn in range(1 + rounds):
+            for way, checks in ways.items():
+                ran.clear()
+                how: dict[str, Any] = {} if checks is None else {"checks": checks}
+                fit = step.fit if checks is None else step.private_fit
+                start = fit(model, 1, first=1, **how).start
+                sizes[way] = list(ran)
+                found[way] += [start] if turn else []
+        goal = 1.5 * statistics.median(found["without privacy"]) + 0.3
+        print(f"{name}: goal {goal:.2f} s")
+        for way, seconds in found.items():
+            median, each = statistics.median(seconds), " ".join(map(str, sizes[way]))
+            spread = f"({min(seconds):.2f} to {max(seconds):.2f})"
+            print(f"  {way:21} {median:6.2f} s {spread:18} records: {each}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="2,000 steps")
+    parser.add_argument("--models", nargs="+", help="starts of fits of models of models.py")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="RUN")
     arguments = parser.parse_args()
     if any(os.environ.get(name) != "1" for name in THREADS):  # read when numpy is imported
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **THREADS})
+    if arguments.models:
+        starts(arguments.models, arguments.rounds)
+        return
     steps = 2000 if arguments.quick else 100_000
     sizes = [(row, steps) for row in arguments.rows]
     if not arguments.quick:

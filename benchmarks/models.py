@@ -17,9 +17,9 @@ __all__ = ["MODELS", "SMALL", "Model"]
 class Attention(nn.Module):
     """Self-attention, made of linear layers."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, is_causal: bool = False) -> None:
         super().__init__()
-        self._heads = heads
+        self._heads, self._is_causal = heads, is_causal
         self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
         self.out = nn.Linear(width, width)
 
@@ -28,16 +28,16 @@ class Attention(nn.Module):
         q, k, v = (
             f(x).view(n, length, self._heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v)
         )
-        attended = F.scaled_dot_product_attention(q, k, v)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=self._is_causal)
         return self.out(attended.transpose(1, 2).reshape(n, length, width))
 
 
 class Block(nn.Module):
     """Pre-norm transformer block."""
 
-    def __init__(self, width: int, heads: int = 4) -> None:
+    def __init__(self, width: int, heads: int = 4, is_causal: bool = False) -> None:
         super().__init__()
-        self.attention = nn.Sequential(nn.LayerNorm(width), Attention(width, heads))
+        self.attention = nn.Sequential(nn.LayerNorm(width), Attention(width, heads, is_causal))
         self.mlp = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
@@ -87,6 +87,19 @@ class Patches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.blocks(self.patches(x).flatten(2).transpose(1, 2)).mean(1))
+
+
+class Decoder(nn.Module):
+    """GPT-2 with four of its twelve blocks, over 64 tokens, without transformers: 67M weights."""
+
+    def __init__(self, width: int = 768) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(50257, width), nn.Embedding(1024, width)
+        self.blocks = nn.Sequential(*(Block(width, 12, is_causal=True) for _ in range(4)))
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 10, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.words(x) + self.places(torch.arange(x.shape[1])))[:, -1])
 
 
 class Recurrent(nn.Module):
@@ -216,6 +229,7 @@ MODELS = {
     **SMALL,
     "nn.LSTM": Model(torch_lstm, 64, _sequences),
     "ResNet-18": _large(resnet18, 16, _images(3, 32, 32)),
+    "decoder": _large(Decoder, 8, _tokens),
     "ViT-S": _large(Patches, 8, _images(3, 32, 32)),
     "GPT-2, 4 layers": _large(lambda: Logits(gpt2(4)), 8, _tokens),
     "GPT-2, LoRA": _large(gpt2_lora, 8, _tokens),

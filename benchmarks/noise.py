@@ -1,6 +1,7 @@
 """Noise that remembers beside independent noise at equal (ε, δ): the error in the iterates of SGD.
 
     python benchmarks/noise.py            # some seconds; deterministic
+    python benchmarks/noise.py --time     # what a value of independent noise costs, part by part
 
 Root mean square of the noise in all iterates, over that of DP-SGD with Poisson batches at the same
 (ε, 1e-5), constant learning rate, no momentum. What independent noise has is the column of 1.
@@ -10,6 +11,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
 
 from lightning_dp import (
     BandedNoise,
@@ -18,6 +25,7 @@ from lightning_dp import (
     RandomAllocation,
     suggest_batches,
 )
+from lightning_dp._noise import CipherStream, fill_normal, random_generator
 from lightning_dp.accounting import calibrate
 from lightning_dp.accounting.gdp import mu_of_budget
 from lightning_dp.noise import AbstractNoise
@@ -78,10 +86,44 @@ def fixed(num_records: int, batch_size: int, epochs: int, epsilon: float) -> dic
     }
 
 
+def cost(size: int = 3 << 13, rounds: int = 200) -> None:
+    """Print processor nanoseconds a value, on one thread, of a block as it is drawn."""
+    torch.set_num_threads(1)
+    generator, cipher = random_generator(None), CipherStream()
+    fast = np.random.Generator(np.random.SFC64())
+    values, room = torch.empty(size, dtype=torch.float64), torch.empty(size // 2).double()
+    half, single = torch.rand(size // 2, dtype=torch.float64), torch.empty(size)
+    parts: dict[str, Callable[[], object]] = {
+        "64 bits, PCG64DXSM (used)": lambda: generator.random(out=values.numpy()),
+        "64 bits, SFC64": lambda: fast.random(out=values.numpy()),
+        "64 bits, AES-256 (secure_noise)": lambda: cipher.random(out=values.numpy()),
+        "log, float64": lambda: torch.log(half, out=room),
+        "sqrt, float64": lambda: torch.sqrt(half, out=room),
+        "cos, float64": lambda: torch.cos(half, out=room),
+        "sin, float64": lambda: torch.sin(half, out=room),
+        "together (used)": lambda: fill_normal(generator, values, room),
+        "NumPy's ziggurat, float64": lambda: generator.standard_normal(out=values.numpy()),
+        "torch.randn, float64": values.normal_,
+        "torch.randn, float32, 24 bits": single.normal_,
+    }
+    for name, part in parts.items():
+        times = []
+        for _ in range(rounds):
+            begun = time.process_time_ns()
+            part()
+            times.append(time.process_time_ns() - begun)
+        print(f"{name:32} {statistics.median(times) / size:6.2f} ns a value")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Errors of noise that remembers.")
     parser.add_argument("--quick", action="store_true", help="one setting")
-    settings = list(SETTINGS.items())[: 1 if parser.parse_args().quick else None]
+    parser.add_argument("--time", action="store_true", help="the cost of independent noise")
+    arguments = parser.parse_args()
+    if arguments.time:
+        cost()
+        return
+    settings = list(SETTINGS.items())[: 1 if arguments.quick else None]
     for title, compare in (("parts that take turns", cyclic), ("a fixed order", fixed)):
         print(f"\n{title}: ratio of errors")
         for name, setting in settings:

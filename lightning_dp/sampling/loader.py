@@ -250,6 +250,7 @@ class PrivateDataLoader(DataLoader[Any]):
                 )
             self.current = self._chunks.pending.popleft()
             yield batch
+            del batch  # free while the next one is read
             self._admit()
 
     @property

@@ -435,6 +435,7 @@ class PrivateStep:
             estimate = mechanism.tell(held, lambda: self._answer_again(mechanism, agree))
         finally:
             self._batch.answered.clear()
+            self._forward_again = self._records = None
         for group in with_noise_variance(optimizer):
             group[NOISE_VARIANCE] = mechanism.noise_variance
         gradients = unflatten(estimate, held)
