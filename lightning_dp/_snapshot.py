@@ -540,6 +540,7 @@ class _Still:
         self.parts, self.moving, self.hidden = parts, moving, hidden
         owners = [part.owner for part in parts.values()]  # of a dictionary the keys, and the values
         self._views = [*owners, *(each.values() for each in owners if isinstance(each, dict))]
+        self._lengths = list(map(len, self._views))  # else an item could move to the next one
         self._values = list(chain.from_iterable(self._views))
 
     @classmethod
@@ -568,9 +569,8 @@ class _Still:
 
     def is_current(self) -> bool:
         """Return whether no module of these changed."""
-        values = self._values
-        return sum(map(len, self._views)) == len(values) and all(
-            map(is_, chain.from_iterable(self._views), values)
+        return list(map(len, self._views)) == self._lengths and all(
+            map(is_, chain.from_iterable(self._views), self._values)
         )
 
 
@@ -735,18 +735,20 @@ def _write(tensor: Tensor, values: Tensor) -> None:
 
 
 def is_same_content(a: Any, b: Any) -> bool:
-    """Compare tensors, arrays, sets, or states of generators; NaN is equal to itself."""
+    """Compare tensors, arrays, sets, lists, or states of generators; NaN is equal to itself."""
     if isinstance(a, Tensor):
         if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
             return False
         return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))
+    if type(a) is not type(b):
+        return False
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(map(is_same_content, a.values(), b.values()))
-    if isinstance(a, tuple) and any(isinstance(each, np.ndarray) for each in a):
+    if isinstance(a, list) or (isinstance(a, tuple) and any(isinstance(i, np.ndarray) for i in a)):
         return len(a) == len(b) and all(map(is_same_content, a, b))
-    return bool(a == b)
+    return bool(a == b or (a != a and b != b))
 
 
 def _are_same_objects(a: Collection[Any], b: Collection[Any]) -> bool:

@@ -17,7 +17,14 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_dp._snapshot import Difference, RandomState, Snapshot, apart, restored
+from lightning_dp._snapshot import (
+    Difference,
+    RandomState,
+    Snapshot,
+    apart,
+    is_same_content,
+    restored,
+)
 
 
 @dataclass
@@ -43,6 +50,7 @@ class Model(LightningModule):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
         self.layers.scale, self.layers[0].labels = 1.0, {"a": 1}
+        self.layers.due, self.layers.done = [1.0], []
         self.accuracy = MulticlassAccuracy(3)
         self.queue = deque([torch.zeros(2)], maxlen=2)
         self.counts, self.by_label = Counter("aa"), defaultdict(list)
@@ -103,6 +111,10 @@ CHANGES = {
     "key of a child's dictionary": (
         lambda m: m.layers[0].labels.update(b=m.layers[0].labels.pop("a")),
         "layers.0.labels",
+    ),
+    "item of a child's list": (
+        lambda m: m.layers.done.append(m.layers.due.pop()),
+        "layers.done",
     ),
     "new submodule": (lambda m: setattr(m, "more", nn.Linear(1, 1)), "more"),
 }
@@ -173,6 +185,21 @@ def test_names_hold_no_keys():
     before = Snapshot.of(model)
     model.by_label["secret"].append(2)
     assert before.differences(Snapshot.of(model)) == (Difference("by_label", "attribute"),)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "is_same"),
+    [
+        ([1, math.nan, np.float64("nan")], [1, math.nan, np.float64("nan")], True),
+        ([0, "a"], [0, "b"], False),
+        ([0, 1], [False, True], False),
+        (np.random.default_rng(0).bit_generator.state, torch.get_rng_state(), False),
+        (np.random.RandomState(0).get_state(), np.random.RandomState(0).get_state(), True),
+        (np.random.RandomState(0).get_state(), random.Random(0).getstate(), False),
+    ],
+)
+def test_contents_of_one_kind_are_compared_value_by_value(a, b, is_same):
+    assert is_same_content(a, b) is is_same
 
 
 def test_a_module_that_changes_at_each_step_costs_one_walk():

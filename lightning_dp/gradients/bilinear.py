@@ -34,7 +34,7 @@ __all__ = [
     "Scale",
     "Use",
     "Uses",
-    "above_rounding",
+    "hidden_by_rounding",
     "in_slices",
     "squares_of_tied",
     "uses_of_records",
@@ -284,27 +284,27 @@ class Rows(AbstractForm):
 
 # Terms of an inner product below float32's least number become zero. With factors of ordinary norms,
 # or divided by their largest entries, all that vanishes so is less than this times the product of their
-# norms, and _above_what_vanishes takes no squared norm to be less.
+# norms, and _squares_of takes no squared norm to be less.
 _HIDDEN = 1e-9
 _ORDINARY = (1e-5, 1e9)
 
-# Rounding errors of an inner product, relative to the norms, stay below this many units.
-_ROUNDING = 32
+# Rounding errors of an inner product, relative to the norms, stay below this many units; nearly always
+# below this share of them, which squared norms of all sizes are given: terms may cancel in part.
+_ROUNDING, _OFTEN = 32, 1 / 8
 _SUMMED = 256  # entries that are added in float32 where there is no float64
 
 
-def above_rounding(squares: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ‖Σ_s a_s‖² of each record, and not less than rounding may hide.
+def hidden_by_rounding(lengths: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return how far ‖Σ_s a_s‖² may be from what its inner products add up to.
 
     Terms that cancel leave errors of the size of (Σ_s ‖a_s‖)², and a norm that came out too small
     would let a record through that is longer than its bound.
 
     Args:
-        squares: as computed from inner products, float64.
-        lengths: Σ_s ‖a_s‖.
+        lengths: Σ_s ‖a_s‖ of each record, float64.
         dtype: of the inner products.
     """
-    return torch.maximum(squares, _ROUNDING * torch.finfo(dtype).eps * lengths.square())
+    return _ROUNDING * torch.finfo(dtype).eps * lengths.square()
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ class _Scaled:
 def _sum_in_float64(rows: Tensor) -> Tensor:
     """Return the sum of each row; on a device without float64 by float32 sums of a few of its entries.
 
-    Those are off by less than what :func:`above_rounding` allows for.
+    Those are off by less than what :func:`hidden_by_rounding` allows for.
     """
     if has_float64(rows.device.type):
         return rows.sum(1, dtype=torch.float64)
@@ -356,7 +356,8 @@ def _squares_of(products: Tensor, units: Tensor, norms: Tensor) -> Tensor:
     vanished in their inner products.
     """
     lengths = _sum_in_float64(products.diagonal(dim1=1, dim2=2).clamp(min=0.0).sqrt())
-    squares = above_rounding(_sum_in_float64(products.flatten(1)), lengths, products.dtype)
+    hidden = hidden_by_rounding(lengths, products.dtype)
+    squares = torch.maximum(_sum_in_float64(products.flatten(1)), hidden) + _OFTEN * hidden
     return torch.maximum(squares * units.square(), (_HIDDEN * norms).square_())
 
 
@@ -519,7 +520,8 @@ def squares_of_tied(uses: Sequence[Use], *, may_keep: bool) -> Tensor | None:
         return None
     v, u, times = layer.v, layer.u, layer.u.shape[1] + table.u.shape[1]
     are_rows_cheap = times * (u.shape[2] + v.shape[2]) > 2 * u.shape[2] * v.shape[2]
-    if are_rows_cheap or (may_keep and layer.form.prefers_rows(v, u)) or table.u.numel() == 0:
+    is_empty = u.numel() == 0 or table.u.numel() == 0
+    if is_empty or are_rows_cheap or (may_keep and layer.form.prefers_rows(v, u)):
         return None
     tensors = v, u, table.v, table.u
     return in_slices(_squares_of_tied, 4 * times**2, *tensors, most=_PRODUCT_BYTES)

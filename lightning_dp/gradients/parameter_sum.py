@@ -26,7 +26,7 @@ from lightning_dp.gradients.base import (
 from lightning_dp.gradients.bilinear import (
     Rows,
     Use,
-    above_rounding,
+    hidden_by_rounding,
     in_slices,
     squares_of_tied,
 )
@@ -183,7 +183,7 @@ class ParameterGradients:
         squares = in_slices(self._squares_of_rows, 4 * self._numel, *_tensors(self.uses))
         # The sum is made from other sums of the same terms, rounded in another way.
         lengths = reduce(torch.add, (use.form.lengths(use.v, use.u) for use in self.uses))
-        return above_rounding(squares, lengths, self.uses[0].u.dtype)
+        return torch.maximum(squares, hidden_by_rounding(lengths, self.uses[0].u.dtype))
 
     def _squares_of_rows(self, *tensors: Tensor) -> Tensor:
         pairs = zip(self.uses, tensors[::2], tensors[1::2], strict=True)

@@ -424,7 +424,7 @@ class ByHand:
     def __init__(
         self, module: LightningModule, optimizers: Sequence[Optimizer], trained: Sequence[Tensor]
     ) -> None:
-        self._module = module
+        self._module, self._losses = module, list[Tensor]()
         self._stills = [
             StillOptimizer(each, partial(self._step, place), module)
             for place, each in enumerate(optimizers)
@@ -432,11 +432,13 @@ class ByHand:
         wanted = set(map(id, trained))
         places = [i for i, each in enumerate(self._stills) if wanted & set(map(id, _of(each)))]
         self._private = places[0] if places else 0
-        public = [p for i, o in enumerate(self._stills) if i != self._private for p in _of(o)]
-        self._waiting = WaitingLosses(
-            [p for p in _of(self._stills[self._private]) if p.requires_grad],
-            [p for p in public if p.requires_grad],
-        )
+        self._waiting: WaitingLosses | None = None  # one optimizer's losses are answered at once
+        if len(self._stills) > 1:
+            public = [p for i, o in enumerate(self._stills) if i != self._private for p in _of(o)]
+            self._waiting = WaitingLosses(
+                [p for p in _of(self._stills[self._private]) if p.requires_grad],
+                [p for p in public if p.requires_grad],
+            )
         self._released: tuple[Tensor | None] | None = None  # the private one has stepped
         self.public_steps: list[PublicStep] = []
 
@@ -463,6 +465,8 @@ class ByHand:
         return [{k: v for k, v in group.items() if k != "params"} for group in groups]
 
     def _step(self, place: int) -> None:
+        if self._waiting is None:
+            return
         if place == self._private:
             self._released = self._released or (self._waiting.take(),)
             return
@@ -471,15 +475,19 @@ class ByHand:
         self.public_steps.append(PublicStep(place, found))
 
     def _note(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        if loss.requires_grad:
+        if self._waiting is None:
+            self._losses.append(loss)
+        elif loss.requires_grad:
             waits = self._released is None and self._waiting.reaches_private(loss)
             self._waiting.add(loss, waits=waits)
 
     @property
     def loss(self) -> Tensor | None:
         """The loss that the private optimizer steps by; None if there is none."""
-        self._released = self._released or (self._waiting.take(),)
-        return self._released[0]
+        if self._waiting is not None:
+            self._released = self._released or (self._waiting.take(),)
+            return self._released[0]
+        return sum(self._losses[1:], self._losses[0]) if self._losses else None
 
 
 def _of(optimizer: Optimizer) -> list[nn.Parameter]:

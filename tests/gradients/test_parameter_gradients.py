@@ -10,6 +10,7 @@ from weakref import ref
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients import parameter_sum
@@ -200,6 +201,37 @@ def test_a_tied_table_whose_uses_cancel_stays_within_its_bound(power):
     # As long as rounding may be, of the terms' length: 5e-4 of it, by no means its own.
     terms = sum(each.form.lengths(each.v, each.u) for each in uses)
     assert (squares.sqrt() <= 3e-3 * terms).all()
+
+
+@pytest.mark.parametrize("left", [5e-4, 1e-3, 2e-3, 3e-3, 5e-3, 0.01])
+def test_no_record_is_longer_than_its_norm_where_terms_cancel_in_part(left):
+    """What is left is so small a part of the terms that it is about as large as their rounding."""
+    torch.manual_seed(0)
+    n, width, rows = 300, 64, 200
+    at = torch.randint(rows, (n, 1))
+    one_hot = F.one_hot(at, rows).float()
+    v, u, w = torch.randn(n, 1, width), torch.randn(n, 1, rows), torch.randn(n, 1, width)
+    near_v, near_w = (-(each + left * torch.randn(each.shape)) for each in (v, w))
+    layer = Use(OuterProduct(), torch.cat([v, near_v], 1), torch.cat([u, u], 1))
+    table = Use(Lookup(rows), torch.cat([at, at], 1), torch.cat([w, near_w], 1))
+    tied = [Use(OuterProduct(), near_w, one_hot), Use(Lookup(rows), at, w)]
+    for uses, found in (
+        ([layer], layer.form.squares(layer.v, layer.u)),
+        ([table], table.form.squares(table.v, table.u)),
+        (tied, squares_of_tied(tied, may_keep=False)),
+    ):
+        assert (tied_rows(uses).square().sum(1) <= found * (1 + 1e-6)).all()
+
+
+def test_a_layer_without_positions_leaves_a_tied_table_its_own_norms():
+    layer, table = tied(2)
+    uses = [layer, replace(table, v=table.v[:, :0], u=table.u[:, :0])]
+    none = replace(layer, v=layer.v[:, :0], u=layer.u[:, :0])
+    for each in (uses, [none, table]):
+        made = ParameterGradients(each, torch.Size((ROWS, WIDTH)), None, Allowance(0))
+        torch.testing.assert_close(
+            made.squared_norms(), tied_rows(each).square().sum(1), rtol=1e-5, atol=0.0
+        )
 
 
 def test_uses_that_are_not_a_layer_and_a_table_have_no_such_norms():

@@ -73,6 +73,21 @@ class CentredByHand(ByHand):
     loss = Centred.loss
 
 
+class ClippedByHand(ByHand):
+    """Write to gradients, of which there are none before the release."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(*batch))
+        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+        optimizer.step()
+
+
+class CentredClippedByHand(ClippedByHand):
+    loss = Centred.loss
+
+
 class WithCritic(ByHand):
     """Two optimizers, of which one never sees a record."""
 
@@ -142,6 +157,7 @@ KINDS = {
     "groups, ghost": (Base, Centred, {"clipping": GROUPS, "engine": "ghost"}, {}),
     "adaptive": (Base, Centred, {"clipping": AdaptiveQuantile()}, {}),
     "by hand": (ByHand, CentredByHand, {}, {}),
+    "by hand, clipped": (ClippedByHand, CentredClippedByHand, {}, {}),
     "cubic newton": (Base, Base, {"estimator": CubicNewton(1.0, 1.0, 1)}, {}),
     "coordinates": (Base, Centred, {"estimator": CubicNewton(1.0, 1.0, 1, keep_fraction=0.5)}, {}),
     "two optimizers": (WithCritic, CentredWithCritic, {"private_optimizer": 0}, {}),
