@@ -446,7 +446,7 @@ def budgets_part(folder: str, size: cnn.Size, jobs: int, device: str) -> None:
                 last = np.array([each.last[:epochs] for each in outcomes])
                 curves[run.method].append(last)
         if not all(curves.values()):
-            rows.append([f"{budget:g}", "no run affords an epoch"])
+            rows.append([f"{budget:g}", "no run affords an epoch", *[""] * len(cnn.METHODS)])
             continue
         best = {method: best_of(of_method) for method, of_method in curves.items()}
         cells = [

@@ -136,7 +136,9 @@ def test_full_batches_are_those_of_the_papers_script(example, data, folder):
 @pytest.mark.slow
 def test_it_tunes_runs_and_prints_and_says_what_is_missing(example, folder, monkeypatch, capsys):
     variants = example.diff2_variants
-    monkeypatch.setitem(variants.COMMON, "rounds", (20,))
+    tried = ("DP-GD", "DIFF2-SGD, larger batches at restarts", "DIFF2-BVR-L-SGD")
+    few = {name: {**variants.METHODS[name], "rounds": (10,)} for name in tried}
+    monkeypatch.setattr(variants, "METHODS", few)
     arguments = ["--data", str(folder), "--noises", "20", "--out", str(folder / "runs.jsonl")]
     variants.main([*arguments, "--minutes", "0"])
     assert capsys.readouterr().out.count("missing (0 of 20)") == len(variants.METHODS)
