@@ -224,7 +224,7 @@ class GaussianNode(NamedTuple):
         return discretise(*self, h, log_tail, relation, backward, limit)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=16, typed=True)  # as tuples, nodes of two kinds may be equal
 def cached_pmf(
     node: Node, h: float, log_tail: float, relation: str, backward: bool, limit: float
 ) -> LossPmf:

@@ -249,7 +249,7 @@ def affordable_steps(
 
     def cost(n: int) -> float:
         nonlocal known
-        if isinstance(plan, AbstractEvent) or not has_pairs(plan, [n]):
+        if isinstance(plan, AbstractEvent) or not has_pairs(plan, [n], relation):
             return judge.epsilon([*spent, *first_events(plan, n)], delta, relation)
         if n > known.shape[1]:
             more = np.stack(pairs_of(plan, known.shape[1], n))

@@ -111,7 +111,7 @@ class PLDAccountant(AbstractAccountant):
             bound = RenyiCurve(steps, relation, declared).epsilon(delta)
             if steps.counts.size == 0 and declared.lost <= delta * (1 + 1e-14):
                 bound = min(bound, declared.simple_epsilon)  # δ may be just what they state
-            if not (left > 0 and bound <= HUGE):
+            if not (left > 0 and 0 < bound <= HUGE):
                 return bound
         search = self._search(declared, relation, Target(log_delta=math.log(left)))
         return min(bound, search.worst_direction(steps))
@@ -139,15 +139,14 @@ class PLDAccountant(AbstractAccountant):
         steps, declared = checked.steps, Declared.of(checked, relation)
         if not declared.is_empty:
             declared_curve = RenyiCurve(steps, relation, declared)
-            bounds = [declared_curve.delta(epsilon) for epsilon in asked]
+            least = declared.simple_epsilon if steps.counts.size == 0 else math.inf
+            alone = [declared.lost if least <= epsilon else 1.0 for epsilon in asked]
+            bounds = [min(declared_curve.delta(e), d) for e, d in zip(asked, alone, strict=True)]
             lossless = replace(declared, log_intact=0.0)
             if self._needs_no_grid(steps, lossless, _ANY_DELTA, relation):
                 return bounds
-            least = declared.simple_epsilon if steps.counts.size == 0 else math.inf
-            alone = [declared.lost if least <= epsilon else 1.0 for epsilon in asked]
             pure = self._profile(steps, declared, asked, relation)
-            with_all = [declared.with_all(delta) for delta in pure]
-            return [min(each) for each in zip(bounds, with_all, alone, strict=True)]
+            return [min(b, declared.with_all(d)) for b, d in zip(bounds, pure, strict=True)]
         if steps.counts.size == 0:
             return [0.0 for _ in asked]
         mu = mu_of(steps, relation)
@@ -182,7 +181,7 @@ class PLDAccountant(AbstractAccountant):
     ) -> FloatArray:
         from lightning_dp.accounting._grid import CurveSearch, Run, Target
 
-        if not has_pairs(plan, lengths):
+        if not has_pairs(plan, lengths, relation):
             return super().curve(plan, lengths, delta, relation, spent)
         declared = Declared.of(spent, relation)
         run = Run.of(plan, lengths, [each for each in spent if each[0].is_pair])
@@ -206,7 +205,7 @@ class PLDAccountant(AbstractAccountant):
         self, steps: Steps, declared: Declared, delta: float, relation: Relation
     ) -> bool:
         """True if epsilon at a delta is so large that a quick bound will do, or is seen to be 0."""
-        if steps.has_noiseless:
+        if steps.has_noiseless or (declared.is_empty and steps.counts.size == 0):
             return True
         if not declared.is_empty:
             return not RenyiCurve(steps, relation, declared).epsilon(delta) <= HUGE

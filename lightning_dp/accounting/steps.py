@@ -186,13 +186,12 @@ def pairs_of(
     return pairs[:, 0], pairs[:, 1]
 
 
-def has_pairs(plan: EventPlan, lengths: Iterable[int]) -> bool:
+def has_pairs(plan: EventPlan, lengths: Iterable[int], relation: Relation) -> bool:
     """Return whether pairs are all that the first steps of a plan cost, for each length."""
-    if isinstance(plan, AbstractEvent):
-        return plan.is_pair
     if isinstance(plan, AbstractPairPlan):
         return plan.is_exact
-    return all(plan(step).is_pair for step in range(max(lengths, default=0)))
+    events = [plan] if isinstance(plan, AbstractEvent) else map(plan, range(max(lengths, default=0)))
+    return all(event.is_pair and relation not in event.no_bound for event in events)
 
 
 def first_events(plan: EventPlan, n: int) -> list[tuple[AbstractEvent, int]]:

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lightning_dp._files import local_folder
+from lightning_dp._files import local_folder, sync_folder
 from lightning_dp._refusals import RefusedSetting, text_of
 from lightning_dp._validate import normalise, number, probability, whole
 from lightning_dp.accounting import PLDAccountant
@@ -345,14 +345,16 @@ class _OpenRun:
             if not journal_path.exists():  # nor has another process begun one meanwhile
                 check_nothing_is_missing(journal_path, dataset_id, Charges(), known)
         self._journal = Journal(journal_path, dataset_id, _WAIT, ledger._known)
-        ledger._known = self._journal.content
         try:
             if (reason := self._journal.runs.voided) is not None:
                 raise VoidedRunError(reason)
             self.progress = self._read()
+            if ledger._known is None:  # a process that was killed may not have waited for its files' names
+                sync_folder(journal_path.parent)
         except BaseException:
             self._journal.close()
             raise
+        ledger._known = self._journal.content
 
     def __enter__(self) -> _OpenRun:
         return self
@@ -475,6 +477,8 @@ class _OpenRun:
             self.progress = now
             if not append_progress(self._path, now):  # behind one that was left out
                 self.write(now, self.retained)
+        elif now.parts == 0:  # read from memory, maybe: whoever wrote it died before it was on the disk
+            self.write(now, self.retained)
         # The seed is on disk, and now the charge: a process that dies between makes the same batch,
         # and finds in the journal whatever of the round's events was written already.
         events = self._spending.events(round_)

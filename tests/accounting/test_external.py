@@ -153,6 +153,23 @@ def test_zcdp_costs_no_less_than_anything_that_is_zcdp(steps, log_rho):
         assert PLD.delta([*steps, entry], t) >= PLD.delta([*steps, like], t)
 
 
+@pytest.mark.parametrize("step", [Gaussian(5.0), PoissonGaussian(1.0, 0.01)], ids=str)
+@pytest.mark.parametrize("number", [0.01, 0.1, 1.0])
+def test_guarantees_of_one_number_are_not_taken_for_each_other(step, number):
+    together = PLD.epsilon([(step, 1), (zcdp(number), 1), (approximate(number), 1)], 1e-5)
+    beside = approximate(number * (1 + 1e-9))
+    assert together == pytest.approx(PLD.epsilon([(step, 1), (zcdp(number), 1), (beside, 1)], 1e-5))
+    alone = PLD.epsilon([(step, 1), (zcdp(number), 1)], 1e-5)
+    assert alone < together < alone + 1.001 * number + 1e-9
+
+
+def test_where_only_delta_is_declared_it_is_all_that_is_spent():
+    lost = [(approximate(0.0, 1e-8), 2)]
+    assert PLD.epsilon(lost, 1e-5) == 0 and PLD.epsilon(lost, 1e-8) == math.inf
+    assert PLD.profile(lost, (0.0, 1.0)) == pytest.approx([2e-8, 2e-8], rel=1e-7)
+    assert affordable_steps(Gaussian(10.0), 100, 1.0, 1e-5, spent=lost) == 7
+
+
 def test_rho_adds_up():
     ten, one = (PLD.epsilon([entry], 1e-5) for entry in ((zcdp(0.01), 10), (zcdp(0.1), 1)))
     assert ten == pytest.approx(one)

@@ -176,12 +176,55 @@ def test_a_round_waits_four_times_for_the_disk_and_writes_its_reply_once(tmp_pat
         sizes.append((len(waits), release_of(tmp_path, "trial").stat().st_size))
         return bytes(10_000)
 
-    of(tmp_path).release(spending(), 0, 0, large)
+    ledger = of(tmp_path)
+    ledger.release(spending(), 0, 0, large)
     for i in range(1, 4):
         del waits[:]
-        of(tmp_path).release(spending(), i, 0, large)
+        ledger.release(spending(), i, 0, large)
         assert len(waits) == 4
     assert all(made == 2 and 10_000 < size < 11_000 for made, size in sizes[1:])
+
+
+def test_what_a_killed_process_left_in_memory_is_on_the_disk_before_the_charge(
+    tmp_path, monkeypatch
+):
+    """Kill it at each wait for the disk: whoever goes on waits again, if the power fails thereafter."""
+    on_disk, names, left, fsync = {}, {}, [0], os.fsync
+    plan = spending(rounds=2)
+
+    def waits(descriptor):
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        fsync(descriptor)
+        for path in folder.iterdir():
+            place, info = os.fstat(descriptor), path.stat()
+            if os.path.samestat(place, folder.stat()):
+                names[path.name] = info.st_ino
+            elif os.path.samestat(place, info):
+                on_disk[info.st_ino] = path.read_bytes()
+
+    def is_durable():
+        path = release_of(folder, "trial")
+        return on_disk.get(names.get(path.name)) == path.read_bytes()
+
+    def make(rng):
+        assert is_durable()
+        return rng.bytes(8)
+
+    monkeypatch.setattr(os, "fsync", waits)
+    for kill in itertools.count(1):
+        folder, done, left[0] = tmp_path / str(kill), [], kill
+        try:
+            for i in range(2):
+                done.append(of(folder).release(plan, i, 0, make))
+            break
+        except KeyboardInterrupt:
+            left[0] = 0
+        for i in range(len(done), 2):
+            of(folder).release(plan, i, 0, make)
+            assert is_durable()
+    assert kill > 8
 
 
 def test_a_line_that_a_crash_cut_does_not_count_and_one_that_was_lost_is_noticed(tmp_path):

@@ -34,10 +34,12 @@ from lightning_dp.accounting import (
     StreamingRDPAccountant,
     epsilon,
 )
+from lightning_dp.accounting.calibration import affordable_steps
 from lightning_dp.accounting.events import CyclicRound, FixedOrderPass, event_from_dict
 from lightning_dp.accounting.gdp import gdp_epsilon
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.journal import Charges
+from lightning_dp.accounting.pld import epsilon_curve
 from lightning_dp.noise_plan import Budget, costliest_events
 from lightning_dp.sampling import BatchPlan
 from lightning_dp.sampling.blocks import AbstractBlockSampling
@@ -357,7 +359,13 @@ PASSES = [(FixedOrderPass(4.0, 100), 9)]
 @pytest.mark.parametrize("accountant", [PLDAccountant(), StreamingRDPAccountant()], ids=repr)
 def test_add_remove_is_refused_for_a_fixed_order_with_the_cure(accountant):
     for history in (PASSES, [(PoissonGaussian(1.0, 0.01), 9), *PASSES]):
-        for ask in (lambda h: accountant.epsilon(h, 1e-5), lambda h: accountant.delta(h, 1.0)):
+        for ask in (
+            lambda h: accountant.epsilon(h, 1e-5),
+            lambda h: accountant.delta(h, 1.0),
+            lambda h: epsilon_curve(h[-1][0], [9], 1e-5, accountant=accountant),
+            lambda h: epsilon_curve(lambda t: h[-1][0], [9], 1e-5, accountant=accountant),
+            lambda h: affordable_steps(lambda t: h[-1][0], 9, 3.0, 1e-5, accountant=accountant),
+        ):
             with pytest.raises(ValueError, match=r"relation='add_remove' has no bound.*zero_out"):
                 ask(history)
         assert accountant.epsilon(history, 1e-5, "zero_out") > 0
