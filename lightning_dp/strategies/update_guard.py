@@ -400,6 +400,11 @@ class GradientGuard:
 
     def fault(self, optimizer: Optimizer) -> str | None:
         """Return why the optimizer may not use the gradients; None if it may. Once a release."""
+        found = self._fault(optimizer)
+        self._released, self._marks = [], WriteCounts([])  # free when the next step zeroes them
+        return found
+
+    def _fault(self, optimizer: Optimizer) -> str | None:
         is_first, self._waits = self._usual is None, False
         if is_first:
             self._usual = self._clipped

@@ -151,6 +151,22 @@ def test_a_batch_is_free_when_the_next_one_is_read(checks, classifier, mlp, load
     assert len(handed_over) == 12 and max(alive) <= (1 if checks.comparisons else 0)
 
 
+def test_released_gradients_are_free_when_they_are_zeroed(classifier, mlp, fit):
+    released, free = [], []
+
+    class Watch(L.Callback):
+        def on_before_zero_grad(self, trainer, module, optimizer):
+            found = [param.grad for param in module.parameters()]
+            released[:] = [weakref.ref(each) for each in found if each is not None]
+
+        def on_before_backward(self, trainer, module, loss):
+            free.append(len(released) > 0 and all(each() is None for each in released))
+
+    checks = Checks(dry_run=False, comparisons=False)
+    fit(classifier(mlp()), private(checks=checks), max_steps=6, callbacks=[Watch()])
+    assert free == [False, *[True] * 5]  # none were released before the first
+
+
 def test_the_same_trainer_validates_tests_and_predicts_before_and_after(
     privacy, failing, mlp, loader, make_trainer
 ):
