@@ -205,7 +205,7 @@ def test_the_quick_run_prints_its_tables_and_draws_its_pictures(run_paper, folde
         float(e) for line in re.findall(r"; ε spent: (.*)", done.stdout) for e in line.split(",")
     ]
     assert spent == pytest.approx([0.3, 0.1] * 3, rel=2e-3)
-    assert done.stdout.count("| LSAdam |") == 5
+    assert done.stdout.count("| LSAdam |") == 5 + 1  # runs, and a header
     assert "## 5. The best accuracy at a budget" in done.stdout
     for name in ("curves.png", "mnist.png", "long.png", "cifar.png"):
         assert (tmp_path / "pictures" / name).stat().st_size > 20_000
