@@ -190,7 +190,8 @@ def has_pairs(plan: EventPlan, lengths: Iterable[int], relation: Relation) -> bo
     """Return whether pairs are all that the first steps of a plan cost, for each length."""
     if isinstance(plan, AbstractPairPlan):
         return plan.is_exact
-    events = [plan] if isinstance(plan, AbstractEvent) else map(plan, range(max(lengths, default=0)))
+    n = max(lengths, default=0)
+    events = [plan] if isinstance(plan, AbstractEvent) else map(plan, range(n))
     return all(event.is_pair and relation not in event.no_bound for event in events)
 
 

@@ -75,7 +75,8 @@ class CubicNewtonPlan(RoundPlan):
         noise_multiplier, min_batch_size: z of a client's rounds at most, and q N at least, if they
             are agreed on. Then the server refuses updates that are longer than they allow. Where
             the client is the unit, ``min_batch_size`` is what its sums are divided by.
-        sample_rate: q of a client at most, if it is agreed on. Then the server computes ε by the plan.
+        sample_rate: q of a client at most, if it is agreed on. Then the server computes ε by the plan,
+            at this q and ``noise_multiplier``: a client with less noise pays more.
 
     Raises:
         ValueError: naming the argument that is out of its range.

@@ -349,7 +349,7 @@ class _OpenRun:
             if (reason := self._journal.runs.voided) is not None:
                 raise VoidedRunError(reason)
             self.progress = self._read()
-            if ledger._known is None:  # a process that was killed may not have waited for its files' names
+            if ledger._known is None:  # a process that was killed may not have waited for names
                 sync_folder(journal_path.parent)
         except BaseException:
             self._journal.close()
@@ -470,14 +470,13 @@ class _OpenRun:
                 f"Part {part} of round {round_} comes too early: {now.parts} are done."
             )
         self._check_fits(round_)
-        if round_ > now.begun:
+        if is_new := round_ > now.begun:
             seed, charged = secrets.token_hex(16), self._charges()
             now = replace(now, begun=round_, parts=0, seed=seed, charged=charged, only="")
             now = replace(now, dataset=self._dataset, unit=self._spending.unit)
             self.progress = now
-            if not append_progress(self._path, now):  # behind one that was left out
-                self.write(now, self.retained)
-        elif now.parts == 0:  # read from memory, maybe: whoever wrote it died before it was on the disk
+        # Behind a round that was left out; or what was read, which may never have reached the disk.
+        if now.parts == 0 and not (is_new and append_progress(self._path, now)):
             self.write(now, self.retained)
         # The seed is on disk, and now the charge: a process that dies between makes the same batch,
         # and finds in the journal whatever of the round's events was written already.

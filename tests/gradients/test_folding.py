@@ -80,7 +80,7 @@ def check(gradients: ParameterGradients, expected: Tensor) -> None:
     found = gradients.entries(places).double()
     torch.testing.assert_close(found, flat[:, places], rtol=1e-4, atol=1e-5)
     norms = flat.norm(dim=1)
-    torch.testing.assert_close(gradients.squared_norms().sqrt(), norms, rtol=3e-5, atol=1e-5)
+    torch.testing.assert_close(gradients.squared_norms().sqrt(), norms, rtol=2e-4, atol=1e-5)
     weights = torch.tensor([0.5, -1.0, 2.0])
     total = torch.ones(flat.shape[1], dtype=torch.float64)
     gradients.add_weighted_sum(weights, total)
@@ -123,7 +123,7 @@ def check_difference(here: Use, there: Use, of: Folding, shape: tuple[int, ...])
     rows = exact(here) - exact(there)
     both = found(here).combine(1.0, [(-1.0, found(there))])
     torch.testing.assert_close(
-        both.squared_norms(), rows.norm(dim=1).square(), rtol=3e-5, atol=1e-30
+        both.squared_norms(), rows.norm(dim=1).square(), rtol=2e-4, atol=1e-30
     )
     total = torch.zeros(rows.shape[1], dtype=torch.float64)
     both.add_weighted_sum(torch.ones(len(rows), dtype=torch.float64), total)
