@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, NoReturn
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.base import AbstractAccountant, Relation
 from lightning_dp.accounting.events import AbstractExternal
 from lightning_dp.callbacks.privacy_advice import PrivacyAdvice
 from lightning_dp.callbacks.privacy_logger import PrivacyLogger
 from lightning_dp.callbacks.privacy_report_files import PrivacyReportFiles
-from lightning_dp.clipping import Clipping
+from lightning_dp.clipping import Clipping, Flat
 from lightning_dp.config import About, Checks, EngineName, PrivacyConfig
 from lightning_dp.estimators import AbstractEstimator
-from lightning_dp.noise import AbstractNoise
+from lightning_dp.noise import AbstractNoise, IndependentNoise
 from lightning_dp.postprocessing import AbstractPostProcessor
 from lightning_dp.run import PrivateRun
-from lightning_dp.sampling import AbstractSampling, UserLevel
-from lightning_dp.schedules import AbstractSchedule
+from lightning_dp.sampling import AbstractSampling, Poisson, UserLevel
+from lightning_dp.schedules import AbstractSchedule, Constant
 
 if TYPE_CHECKING:
     from lightning_dp.report import PrivacyReport
@@ -138,13 +138,39 @@ class DifferentialPrivacy(Callback):
         gradient_edits: str | None = None,
         public_state: Sequence[str] | None = None,
     ) -> None:
-        given = dict(locals())
-        del given["self"]
-        made = (each.name for each in fields(PrivacyConfig) if each.default_factory is not MISSING)
-        for name in made:  # the part that there is by default
-            if given[name] is None:
-                del given[name]
-        self._run = PrivateRun(PrivacyConfig(**given))
+        self._run = PrivateRun(
+            PrivacyConfig(
+                target_delta=target_delta,
+                target_epsilon=target_epsilon,
+                noise_multiplier=noise_multiplier,
+                max_grad_norm=max_grad_norm,
+                clipping=Flat() if clipping is None else clipping,
+                noise_schedule=Constant() if noise_schedule is None else noise_schedule,
+                estimator=estimator,
+                postprocessing=postprocessing,
+                sampling=Poisson() if sampling is None else sampling,
+                noise=IndependentNoise() if noise is None else noise,
+                unit=unit,
+                augmentations=augmentations,
+                relation=relation,
+                accountant=PLDAccountant() if accountant is None else accountant,
+                engine=engine,
+                ledger_dir=ledger_dir,
+                checks=Checks() if checks is None else checks,
+                private_optimizer=private_optimizer,
+                advice=advice,
+                count_clipped=count_clipped,
+                other_releases=other_releases,
+                about=about,
+                secure_noise=secure_noise,
+                seed=seed,
+                isolation_probe=isolation_probe,
+                loss_graph_check=loss_graph_check,
+                spot_checks=spot_checks,
+                gradient_edits=gradient_edits,
+                public_state=public_state,
+            )
+        )
         self._visible = (PrivacyLogger(), PrivacyAdvice(), PrivacyReportFiles())
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

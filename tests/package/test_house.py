@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FILES, LINES, STEP = 122, 40_700, 46
+FILES, LINES, STEP = 122, 40_717, 46  # the callback names each argument
 
 
 def house():
