@@ -186,7 +186,7 @@ def newton(records: Any, ledger: ReleaseLedger, **settings: Any):
 
 @dataclass(frozen=True)
 class Protocol:
-    """How its client is made, and what a server asks it in a round.
+    """A protocol: its client, and what a server asks it in a round.
 
     Args:
         client: from records, ledger, run, seed and budget.

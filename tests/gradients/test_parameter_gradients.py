@@ -189,7 +189,7 @@ def test_a_tied_table_has_the_norms_of_its_rows(powers):
 
 @pytest.mark.parametrize("power", [-12, 0, 12])
 def test_a_tied_table_whose_uses_cancel_stays_within_its_bound(power):
-    """What the layer gives to a row is what a look-up takes from it, up to rounding."""
+    """Norms of rows from which a look-up takes all that the layer gives them, up to rounding."""
     torch.manual_seed(0)
     layer, table = tied(50, (0, power, power))
     one_hot = torch.zeros_like(layer.u).index_fill_(2, torch.tensor(AT[2:]), 10.0**power)
@@ -206,7 +206,7 @@ def test_a_tied_table_whose_uses_cancel_stays_within_its_bound(power):
 @pytest.mark.parametrize("left", [5e-4, 1e-3, 2e-3, 3e-3, 5e-3, 0.01])
 @pytest.mark.parametrize("width", [64, 20001])
 def test_no_record_is_longer_than_its_norm_where_terms_cancel_in_part(left, width):
-    """What is left is so small a part of the terms that it is about as large as their rounding.
+    """Norms of so small a part of the terms that it is about as large as their rounding.
 
     Wide vectors have equal entries, whose rounding errors do not cancel.
     """
