@@ -34,7 +34,7 @@ TESTS = [
     "tests/strategies/test_units.py",
     "tests/strategies/test_weights.py",
     "tests/strategies/test_edits.py",
-    "tests/test_module_state.py",
+    "tests/gradients/test_snapshot.py",
     "tests/gradients/test_loss_graph.py",
     "tests/gradients/test_recording.py",
     "tests/gradients/test_batches.py",
@@ -135,7 +135,7 @@ FAULTS = (
     Fault("own_generators_not_seen", 'own = any(each.kind == "random"', "and False"),
     Fault("versions_not_read", "-1 if tensor.is_inference() else tensor._version", "* 0"),
     Fault("frozen_weights_not_restored", "() if parameters else _frozen(module)", "[:0]"),
-    Fault("settings_not_in_snapshots", "in enumerate(optimizer.param_groups", "[:0]", "_snapshot"),
+    Fault("settings_not_in_snapshots", "in enumerate(optimizer.param_groups", "[:0]", "snapshot"),
     Fault("forked_processes_write", "if os.getpid() != self._process", "and False", "journal"),
     Fault("forked_processes_release", "if os.getpid() != self._process", "and False", "step"),
     Fault("orderly_ends_replanned", "any(plan.is_ended for plan in plans)", "and False"),
@@ -148,7 +148,7 @@ FAULTS = (
         "if 0 else None",
     ),
     Fault("passes_leave_traces", "part.fill(part.content)", "if 0 else None"),
-    Fault("gradients_of_passes_stay", "param.grad = gradient", "or param.grad", "_snapshot"),
+    Fault("gradients_of_passes_stay", "param.grad = gradient", "or param.grad", "snapshot"),
     Fault("twins_not_in_place", "_moved(now.value_at(path), twin, scale))", " if 0 else None"),
     Fault("thresholds_seem_public", "for scale in (1.0, _FAR, -_FAR)", "[:1]"),
     Fault("marks_of_nothing", "if self._marks == earlier._marks", "or True"),
@@ -358,7 +358,7 @@ SEEN_BY = {  # the file that is tried first
     "tests/test_clipping.py": "groups_bounded_by_the_largest gamma_beside_the_norm",
     "tests/test_correlated_noise.py": "cost_of_one_column cost_of_the_first_use",
     "tests/test_functional.py": "twice_the_clip_norm non_finite_records_count",
-    "tests/test_module_state.py": (
+    "tests/gradients/test_snapshot.py": (
         "settings_not_in_snapshots passes_leave_traces gradients_of_passes_stay"
     ),
     "tests/test_optimizers.py": "half_the_noise_subtracted",

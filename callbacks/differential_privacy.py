@@ -198,7 +198,7 @@ class DifferentialPrivacy(Callback):
 
     def on_init_end(self, *_: object, **__: object) -> NoReturn:
         """Refuse ``transformers.Trainer``, which says this to its callbacks; Lightning never does."""
-        from lightning_dp._checks import MisconfigurationError
+        from lightning_dp.isolation.requirements import MisconfigurationError
 
         raise MisconfigurationError(
             "DifferentialPrivacy was given to transformers.Trainer, which chooses the batches, divides "

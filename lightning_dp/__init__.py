@@ -73,7 +73,6 @@ _MODULES = [
 ]
 
 if TYPE_CHECKING:  # the same names for type checkers and editors, which do not run __getattr__
-    from lightning_dp._fix import fix
     from lightning_dp._refusals import PrivacyWarning
     from lightning_dp.accounting import ZCDP, ApproximateDP, PLDAccountant, StreamingRDPAccountant
     from lightning_dp.boundary import Query, Term
@@ -83,6 +82,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from lightning_dp.estimators import AbstractEstimator, CubicNewton, Diff2, MeanGradient, Storm
     from lightning_dp.functional import losses_of_records
     from lightning_dp.gradients.batches import rows_of_records
+    from lightning_dp.gradients.fix import fix
     from lightning_dp.noise import BandedNoise, IndependentNoise, LambdaCGD, Workload
     from lightning_dp.noise_plan import suggest_batches
     from lightning_dp.optimizers import DPAdamW
@@ -127,7 +127,7 @@ else:
         "callbacks",
         "functional",
         "gradients.batches",
-        "_fix",
+        "gradients.fix",
         modules=_MODULES,
     )
 

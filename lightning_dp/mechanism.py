@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dp._config_dict import refuse_unknown
 from lightning_dp._noise import NoiseSource
 from lightning_dp._refusals import Refusal, RefusedRun
 from lightning_dp._world import World
@@ -25,6 +24,7 @@ from lightning_dp.boundary import (
     begin_with_noise,
 )
 from lightning_dp.clipping import AdaptiveQuantile
+from lightning_dp.config import refuse_unknown
 from lightning_dp.estimators.base import Driver
 from lightning_dp.functional import brought_to, number_of_entries
 from lightning_dp.noise_plan import NoisePlan

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dp._config_dict import check_same, refuse_unknown
 from lightning_dp._files import local_folder
 from lightning_dp._noise import CorrelatedSource, NoiseSource, random_generator
 from lightning_dp._refusals import RefusedRun, RefusedSetting
@@ -25,7 +24,7 @@ from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.accounting.pld import PLDAccountant, epsilon_curve
 from lightning_dp.accounting.steps import CheckedHistory, check_bounded
 from lightning_dp.clipping import AdaptiveQuantile
-from lightning_dp.config import PrivacyConfig
+from lightning_dp.config import PrivacyConfig, check_same, refuse_unknown
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise import AbstractNoise
 from lightning_dp.noise_plan import Budget, NoisePlan, costliest_events

@@ -22,7 +22,7 @@ from lightning_dp import (
     MeanGradient,
     Momentum,
 )
-from lightning_dp._config_dict import check_same, config_dict
+from lightning_dp.config import check_same, config_dict
 from lightning_dp.schedules import FromInfluence
 
 

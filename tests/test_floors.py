@@ -22,8 +22,8 @@ CALLBACKS = Path(lightning_dp.callbacks.__file__).parent
 FLOORS = (
     ("_refusals",),
     ("_validate", "_lazy", "help"),
-    ("_files", "_config_dict", "_world"),
-    ("functional", "_noise", "_fix"),
+    ("_files", "_world"),
+    ("functional", "_noise"),
     ("boundary",),
     ("accounting", "clipping"),
     ("noise",),
@@ -34,9 +34,8 @@ FLOORS = (
     ("plan",),
     ("mechanism",),
     ("run",),
-    ("_snapshot",),
     ("gradients",),
-    ("_checks", "isolation"),
+    ("isolation",),
     ("metrics", "plotting"),
     ("report",),
     ("strategies", "federated"),
@@ -143,15 +142,15 @@ def test_no_file_imports_itself_through_others():
 
 
 PLACES: dict[str, tuple[str, ...]] = {
-    "opacus": ("gradients.opacus_hooks", "_fix"),
+    "opacus": ("gradients.opacus_hooks", "gradients.fix"),
     "torch": (
         *set(FLOOR_OF) - NUMPY_ONLY,
         "accounting.ledger",  # it reads a checkpoint
         *("plan.advice", "plan.signal"),  # of a run, with its releases
     ),
     "lightning": (
-        *(*LIGHTNING, "federated.local", "_checks", "_fix", "_snapshot"),
-        *("gradients.side_effects", "gradients.batches"),
+        *(*LIGHTNING, "federated.local"),
+        *(f"gradients.{file}" for file in ("batches", "fix", "side_effects", "snapshot")),
     ),
     "flwr": ("federated.flower",),
     "dp_accounting": ("accounting.dp_event",),

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dp._snapshot import restored
 from lightning_dp._validate import whole
 from lightning_dp.boundary import BoundedSum, Query
 from lightning_dp.federated.local import ModuleRecords, Unit
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients.batches import call_training_step, is_differentiable, loss_in
+from lightning_dp.gradients.snapshot import restored
 from lightning_dp.isolation.dry_run import DryRun
 from lightning_dp.sampling import UserLevel
 

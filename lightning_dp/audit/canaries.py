@@ -15,7 +15,6 @@ import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from lightning_dp._checks import check_loader
 from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import probability, whole
 from lightning_dp.accounting import PLDAccountant
@@ -38,6 +37,7 @@ from lightning_dp.callbacks import PrivacyLogger
 from lightning_dp.clipping import Flat
 from lightning_dp.config import Checks, PrivacyConfig
 from lightning_dp.gradients import AbstractGradientEngine
+from lightning_dp.isolation.requirements import check_loader
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling.blocks import AbstractBlockSampling
 from lightning_dp.strategies.strategy import DifferentialPrivacyStrategy, install

@@ -17,14 +17,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dp._checks import (
-    MisconfigurationError,
-    check_loader,
-    check_model,
-    check_training_step,
-)
 from lightning_dp._refusals import RefusedSetting
-from lightning_dp._snapshot import RandomState, apart, restored
 from lightning_dp._validate import optional, whole
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.boundary import BoundedSum, Query, Term, bounded_sum
@@ -36,10 +29,17 @@ from lightning_dp.gradients.batches import RowOwners, call_training_step
 from lightning_dp.gradients.parameter_sum import MaterialisedGradients
 from lightning_dp.gradients.passes import at_point
 from lightning_dp.gradients.side_effects import SideEffects
+from lightning_dp.gradients.snapshot import RandomState, apart, restored
 from lightning_dp.isolation.check import Settings
 from lightning_dp.isolation.comparison import own_copies
 from lightning_dp.isolation.dry_run import DryRun
 from lightning_dp.isolation.replay import Pipeline, Runner
+from lightning_dp.isolation.requirements import (
+    MisconfigurationError,
+    check_loader,
+    check_model,
+    check_training_step,
+)
 from lightning_dp.isolation.state import TwinState
 from lightning_dp.sampling import UserLevel
 

@@ -16,11 +16,11 @@ from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
-from lightning_dp._config_dict import check_same, config_dict
 from lightning_dp._refusals import Refusal
 from lightning_dp._validate import above_0, instance, normalise, optional, whole
 from lightning_dp.accounting.events import AbstractEvent, counted
 from lightning_dp.boundary import BoundedSum, Query, State
+from lightning_dp.config import check_same, config_dict
 from lightning_dp.functional import is_finite, length
 
 __all__ = [

@@ -20,9 +20,8 @@ from lightning_dp.gradients.base import (
     number_of_records,
 )
 from lightning_dp.gradients.bilinear import Use
-from lightning_dp.gradients.calls import Call, KeptInputs, go_back
-from lightning_dp.gradients.compiled import as_written
-from lightning_dp.gradients.layer_calls import AbstractLayerEngine
+from lightning_dp.gradients.layer_calls import AbstractLayerEngine, Call, KeptInputs, go_back
+from lightning_dp.gradients.module_hooks import as_written
 from lightning_dp.gradients.parameter_sum import (
     Allowance,
     MaterialisedGradients,

@@ -19,8 +19,8 @@ from lightning_dp.gradients.base import (
     UnsupportedModelError,
 )
 from lightning_dp.gradients.batches import SampleBatch, loss_in
-from lightning_dp.gradients.compiled import as_written
 from lightning_dp.gradients.graph import nodes, refuse_reentrant
+from lightning_dp.gradients.module_hooks import as_written
 from lightning_dp.gradients.parameter_sum import MaterialisedGradients
 
 __all__ = ["OneByOne"]

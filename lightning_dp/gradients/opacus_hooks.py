@@ -20,9 +20,8 @@ from lightning_dp.gradients.base import (
     number_of_records,
 )
 from lightning_dp.gradients.bilinear import Rows, Uses
-from lightning_dp.gradients.calls import Call, go_back
 from lightning_dp.gradients.graph import Survey
-from lightning_dp.gradients.layer_calls import AbstractLayerEngine
+from lightning_dp.gradients.layer_calls import AbstractLayerEngine, Call, go_back
 from lightning_dp.gradients.parameter_sum import MaterialisedGradients
 from lightning_dp.gradients.rules import Rule
 from lightning_dp.gradients.sharded import run_again

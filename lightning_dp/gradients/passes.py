@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp._refusals import Refusal, RefusedRun
-from lightning_dp._snapshot import RandomState
 from lightning_dp._world import held_here, is_sharded
 from lightning_dp.boundary import BoundedSum, Query, bounded_sum
 from lightning_dp.clipping import CountedGradients, Flat, Rescaling
@@ -35,11 +34,12 @@ from lightning_dp.gradients.batches import (
     is_differentiable,
     loss_in,
 )
-from lightning_dp.gradients.compiled import CompiledParts, as_written
 from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.gradients.graph import CoupledLossError, check_loss_graph
+from lightning_dp.gradients.module_hooks import CompiledParts, as_written
 from lightning_dp.gradients.parameter_sum import BookkeptGradients
 from lightning_dp.gradients.sharded import shards_at_point
+from lightning_dp.gradients.snapshot import RandomState
 
 __all__ = [
     "Pass",

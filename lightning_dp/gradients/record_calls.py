@@ -32,7 +32,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.bilinear import Folding
-from lightning_dp.gradients.calls import Call, KeptInputs, copied, dual_of
+from lightning_dp.gradients.layer_calls import Call, KeptInputs, copied, dual_of
 from lightning_dp.gradients.rules import BY_POSITION, FUNCTIONS, FunctionUse, Rule
 
 __all__ = [

@@ -29,9 +29,9 @@ from lightning_dp.gradients.batches import (
     map_leaves,
     whole_batch,
 )
-from lightning_dp.gradients.calls import Call, CallSums, DualSums, go_back, run_along
 from lightning_dp.gradients.composites import COMPOSITES
 from lightning_dp.gradients.graph import nodes
+from lightning_dp.gradients.layer_calls import Call, CallSums, DualSums, go_back, run_along
 from lightning_dp.gradients.parameter_sum import BookkeptGradients, ScratchPool, restricted
 from lightning_dp.gradients.record_calls import (
     MISSING,

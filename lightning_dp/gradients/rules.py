@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_dp._fix import FixedNorm
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.bilinear import (
     Convolution,
@@ -22,6 +21,7 @@ from lightning_dp.gradients.bilinear import (
     Use,
     Uses,
 )
+from lightning_dp.gradients.fix import FixedNorm
 
 __all__ = [
     "BY_POSITION",

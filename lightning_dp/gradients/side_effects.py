@@ -15,7 +15,6 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_dp._refusals import warn
-from lightning_dp._snapshot import Snapshot
 from lightning_dp.gradients.base import Around
 from lightning_dp.gradients.batches import SampleRows, joined, map_leaves, whole_batch
 from lightning_dp.gradients.record_calls import (
@@ -25,6 +24,7 @@ from lightning_dp.gradients.record_calls import (
     outside,
     rows,
 )
+from lightning_dp.gradients.snapshot import Snapshot
 
 __all__ = ["NotedCalls", "SideEffects"]
 

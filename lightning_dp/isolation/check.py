@@ -14,11 +14,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_dp._snapshot import RandomState, Snapshot, restored
 from lightning_dp.boundary import Query
 from lightning_dp.functional import full_precision
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.gradients.base import AbstractPerSampleGradients
+from lightning_dp.gradients.snapshot import RandomState, Snapshot, restored
 from lightning_dp.isolation.comparison import (
     TOLERANCE,
     Entries,

@@ -28,7 +28,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_dp._snapshot import is_same_content
 from lightning_dp.clipping import Rescaling
 from lightning_dp.functional import in_float64, number_of_entries
 from lightning_dp.gradients.base import AbstractPerSampleGradients
@@ -36,6 +35,7 @@ from lightning_dp.gradients.batches import RowOwners
 from lightning_dp.gradients.batches import leaves as leaves_of
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.parameter_sum import BookkeptGradients, MaterialisedGradients
+from lightning_dp.gradients.snapshot import is_same_content
 
 __all__ = [
     "TOLERANCE",

@@ -16,7 +16,6 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from lightning_dp._snapshot import RandomState, Snapshot, ignore, restored, with_attributes
 from lightning_dp.boundary import Query
 from lightning_dp.functional import full_precision
 from lightning_dp.gradients import RecordPasses, Replay, UnsupportedModelError
@@ -24,6 +23,7 @@ from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.batches import Singles, is_differentiable, loss_in
 from lightning_dp.gradients.graph import WaitingLosses
 from lightning_dp.gradients.parameter_sum import BookkeptGradients
+from lightning_dp.gradients.snapshot import RandomState, Snapshot, ignore, restored, with_attributes
 from lightning_dp.isolation.comparison import (
     Call,
     GradientSample,

@@ -10,12 +10,12 @@ import torch
 from lightning.pytorch import LightningModule
 from torch.utils.data import default_collate
 
-from lightning_dp._snapshot import RandomState
 from lightning_dp._validate import above_0, flag, instance
 from lightning_dp.boundary import Query, Term
 from lightning_dp.gradients import EngineChoice, RecordPasses
 from lightning_dp.gradients.batches import call_training_step
-from lightning_dp.gradients.compiled import as_written
+from lightning_dp.gradients.module_hooks import as_written
+from lightning_dp.gradients.snapshot import RandomState
 from lightning_dp.isolation.check import Check, Outcome, Schedule, Settings, outcome_of
 from lightning_dp.isolation.comparison import own_copies
 from lightning_dp.isolation.dry_run import DryRun, find_layout, mean_or_sum, same_places, size_of

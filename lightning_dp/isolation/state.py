@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_dp._snapshot import Path, Snapshot, held_in, restored
+from lightning_dp.gradients.snapshot import Path, Snapshot, held_in, restored
 
 __all__ = ["Marks", "TwinState"]
 

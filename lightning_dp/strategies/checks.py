@@ -32,11 +32,11 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric
 
-from lightning_dp._checks import MisconfigurationError, check_training_step
 from lightning_dp._refusals import warn
 from lightning_dp._world import is_sharded
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.functional import has_float64
+from lightning_dp.isolation.requirements import MisconfigurationError, check_training_step
 from lightning_dp.optimizers import NoiseFilter, with_noise_variance
 from lightning_dp.plan.suggestion import default_delta
 from lightning_dp.run import PrivateRun

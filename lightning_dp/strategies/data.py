@@ -16,10 +16,10 @@ from lightning.pytorch.utilities import combined_loader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from lightning_dp._checks import MisconfigurationError, check_loader, repeated_record
 from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._world import World
 from lightning_dp.config import PrivacyConfig
+from lightning_dp.isolation.requirements import MisconfigurationError, check_loader, repeated_record
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import AbstractSampling, FixedOrder, TruncatedPoisson

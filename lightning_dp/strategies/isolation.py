@@ -21,19 +21,18 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
-from lightning_dp._checks import MisconfigurationError
 from lightning_dp._refusals import warn
-from lightning_dp._snapshot import (
-    OWN_GENERATORS,
-    RandomState,
-    Snapshot,
-    is_same_content,
-)
 from lightning_dp._world import World
 from lightning_dp.boundary import Query
 from lightning_dp.gradients import ALONE, UnsupportedModelError
 from lightning_dp.gradients.base import without_alone
 from lightning_dp.gradients.batches import DEFAULT_LAYOUT, leaves, loss_in
+from lightning_dp.gradients.snapshot import (
+    OWN_GENERATORS,
+    RandomState,
+    Snapshot,
+    is_same_content,
+)
 from lightning_dp.isolation.check import (
     BY_CONSTRUCTION,
     Check,
@@ -45,6 +44,7 @@ from lightning_dp.isolation.check import (
 from lightning_dp.isolation.comparison import UnitRows, own_copies
 from lightning_dp.isolation.dry_run import DryRun, find_layout
 from lightning_dp.isolation.replay import Pipeline, Runner
+from lightning_dp.isolation.requirements import MisconfigurationError
 from lightning_dp.isolation.state import Marks, TwinState
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import FullBatch

@@ -18,10 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_dp._checks import MisconfigurationError
-from lightning_dp._fix import normalises_over_the_batch
 from lightning_dp._refusals import RefusedRun
-from lightning_dp._snapshot import RandomState, apart, restored
 from lightning_dp._world import World, as_shard, held_here, is_sharded
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.boundary import Query
@@ -43,8 +40,11 @@ from lightning_dp.gradients.base import (
     Forward,
 )
 from lightning_dp.gradients.batches import RowOwners, leaves, loss_in
+from lightning_dp.gradients.fix import normalises_over_the_batch
 from lightning_dp.gradients.passes import WrapEngine, passes_of
 from lightning_dp.gradients.side_effects import NotedCalls, SideEffects
+from lightning_dp.gradients.snapshot import RandomState, apart, restored
+from lightning_dp.isolation.requirements import MisconfigurationError
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.optimizers import NOISE_VARIANCE, with_noise_variance
 from lightning_dp.run import PrivateRun
@@ -459,7 +459,7 @@ class RecordRuns:
 
     Args:
         module: the user's model. While a record runs, it is kept apart
-            (:func:`lightning_dp._snapshot.apart`).
+            (:func:`lightning_dp.gradients.snapshot.apart`).
     """
 
     def __init__(self, module: LightningModule) -> None:

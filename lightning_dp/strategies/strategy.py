@@ -20,7 +20,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dp._checks import MisconfigurationError, check_model
 from lightning_dp._files import local_folder
 from lightning_dp._refusals import RefusedRun, RefusedSetting, text_of, warn
 from lightning_dp._world import World, gathered, scattered
@@ -31,6 +30,7 @@ from lightning_dp.gradients import AbstractGradientEngine, CoupledLossError, Uns
 from lightning_dp.gradients.base import without_alone
 from lightning_dp.gradients.batches import is_differentiable, loss_in, with_loss
 from lightning_dp.gradients.graph import WaitingLosses
+from lightning_dp.isolation.requirements import MisconfigurationError, check_model
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.plan.advice import Setting, optimizer_setting
 from lightning_dp.report.run_report import EarlierTraining

@@ -19,10 +19,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dp._checks import MisconfigurationError
 from lightning_dp._refusals import RefusedRun
-from lightning_dp._snapshot import held_in
 from lightning_dp._world import held_here
+from lightning_dp.gradients.snapshot import held_in
+from lightning_dp.isolation.requirements import MisconfigurationError
 
 __all__ = [
     "GradientGuard",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from lightning_dp._fix import FixedNorm
+from lightning_dp.gradients.fix import FixedNorm
 
 __all__ = ["EXAMPLES", "Batch", "Example", "Net", "net"]
 

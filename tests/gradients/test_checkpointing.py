@@ -21,13 +21,13 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from lightning_dp._snapshot import RandomState
 from lightning_dp.boundary import Query, Term
 from lightning_dp.gradients import (
     RecordPasses,
     Replay,
     UnsupportedModelError,
 )
+from lightning_dp.gradients.snapshot import RandomState
 
 WIDTH = 6
 

@@ -16,7 +16,7 @@ from lightning_dp.gradients import (
     Replay,
     UnsupportedModelError,
 )
-from lightning_dp.gradients.compiled import as_written
+from lightning_dp.gradients.module_hooks import as_written
 
 RAN: list[str] = []
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_dp._snapshot import RandomState
 from lightning_dp.boundary import Query, Term
 from lightning_dp.functional import flatten
 from lightning_dp.gradients import (
@@ -23,6 +22,7 @@ from lightning_dp.gradients import (
     UnsupportedModelError,
 )
 from lightning_dp.gradients.passes import at_point, passes_of
+from lightning_dp.gradients.snapshot import RandomState
 from tests.gradients.models import Example
 from tests.gradients.test_contract import clipped, rows
 

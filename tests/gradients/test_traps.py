@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 
 from lightning_dp.boundary import Query, Term
 from lightning_dp.functional import flatten
-from lightning_dp.gradients import RecordPasses, Replay, UnsupportedModelError, calls
+from lightning_dp.gradients import RecordPasses, Replay, UnsupportedModelError, layer_calls
 from lightning_dp.gradients.passes import at_point
 from lightning_dp.isolation.check import Settings
 from lightning_dp.isolation.dry_run import DryRun
@@ -237,7 +237,7 @@ def test_a_tap_without_a_gradient_is_an_error_where_the_loss_reaches_it(monkeypa
     example = Example(net(lambda m, x: m.head(m.body(x)), **MLP))
     module, batch = made(example)
     deaf = nn.Identity().register_forward_hook(print)
-    monkeypatch.setattr(calls, "_watch", lambda call, done: deaf)
+    monkeypatch.setattr(layer_calls, "_watch", lambda call, done: deaf)
     with (
         alone("records", module) as passes,
         pytest.raises(UnsupportedModelError, match="no gradient"),

@@ -14,10 +14,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from lightning_dp import Checks
-from lightning_dp._checks import check_model
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.gradients import EngineChoice, UnsupportedModelError
 from lightning_dp.gradients.layer_calls import LayerCalls
+from lightning_dp.isolation.requirements import check_model
 from tests.older_torch import fsdp_on_cpu
 
 

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_dp._snapshot import Snapshot, restored
+from lightning_dp.gradients.snapshot import Snapshot, restored
 from lightning_dp.isolation.state import Marks, TwinState
 
 EXCHANGED = slice(0, 4)  # the records of a batch that are others in the other world

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_dp import Checks, Diff2
 from lightning_dp._noise import NoiseSource
-from lightning_dp._snapshot import RandomState
+from lightning_dp.gradients.snapshot import RandomState
 
 THERE = torch.device(DEVICE, 0)
 

@@ -17,9 +17,9 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lightning_dp._fix import is_constant, normalises_over_the_batch
 from lightning_dp._refusals import Refusal
 from lightning_dp.gradients.base import refuse_sharded
+from lightning_dp.gradients.fix import is_constant, normalises_over_the_batch
 
 __all__ = [
     "MisconfigurationError",

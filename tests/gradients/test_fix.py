@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +15,23 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from lightning_dp import fix
-from lightning_dp._fix import FixedNorm, number_of_groups
+from lightning_dp.gradients.fix import FixedNorm, number_of_groups
+
+
+@pytest.fixture(autouse=True)
+def said(caplog, monkeypatch) -> Callable[[], str]:
+    """Return the lines since the last call."""
+    for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
+        caplog.set_level(logging.INFO, logger=name)
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+        monkeypatch.setattr(logging.getLogger(name), "disabled", False)
+
+    def text() -> str:
+        found = "\n".join(each.getMessage() for each in caplog.records)
+        caplog.clear()
+        return found
+
+    return text
 
 
 def used(norm: Any, *size: int) -> Any:

@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_dp._snapshot import (
+from lightning_dp.gradients.snapshot import (
     Difference,
     RandomState,
     Snapshot,
