@@ -115,7 +115,11 @@ FAULTS = (
     Fault("loss_scale_of_the_mean", "self._factor = self._scale_of_mean", "/ self._rows"),
     Fault("loss_scale_of_lightning", '{**vars(plugin), "scaler": None', "or plugin.scaler"),
     Fault("half_the_noise_subtracted", "return self.covariance[-1][-1]", "/ 2"),
-    Fault("clip_after_the_sum", "finite_norms = norms", "* 0 + norms.mean()"),
+    Fault(
+        "clip_after_the_sum",
+        "clip_factors_and_unit(gradients.norms()",
+        "* 0 + gradients.norms().mean()",
+    ),
     Fault("noise_on_other_ranks_only", "if noise_std > 0 and not has_begun", "and world.rank"),
     Fault("counted_gradients_not_clipped", "self._factors = clip_factors(norms, clip_norm", "* 2"),
     Fault("non_finite_records_count", "factors.nan_to_num_(nan=0.0", "+ 1.0"),

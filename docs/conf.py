@@ -38,7 +38,7 @@ nitpick_ignore_regex = [
     ("py:(class|obj)", r"lightning_dp\..*\._\w+"),  # bases and types that one file alone uses
     (
         "py:class",
-        r"lightning_dp\.(_\w+\.\w+|run\.PrivateRun|gradients\.batches\.\w+)",
+        r"lightning_dp\.(_\w+\.\w+|run\.PrivateRun|gradients\.(batches|fix|snapshot)\.\w+)",
     ),  # of no use outside
     ("py:class", r"lightning_dp\.accounting\.(steps|external)\.\w+"),
     ("py:class", r"lightning_dp\.accounting\.(events\.AbstractExternal|_pmf\.Node)"),

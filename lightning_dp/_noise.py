@@ -275,6 +275,13 @@ class NoiseSource:
         """
         return self._begin_to(_write, vector, std)
 
+    def begin_share(self, vector: Tensor, share: slice, std: float) -> Callable[[], object]:
+        """Begin to write them over a share of a flat vector, and zeros over the rest."""
+        for rest in (vector[: share.start], vector[share.stop :]):
+            rest.zero_()
+        mine = vector[share]
+        return self.begin_normal(mine, std) if std > 0 else mine.zero_
+
     def _begin_to(self, put: _Put, vector: Tensor, std: float) -> Callable[[], None]:
         if self.has_background(len(vector), vector.device):
             return self._in_threads(put, vector, std)

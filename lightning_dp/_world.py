@@ -56,12 +56,15 @@ class World:
     def share(self, size: int) -> slice:
         """Return the entries of a vector of length ``size`` that this process draws noise for.
 
-        Each entry is in the share of one process, and shares differ by one entry at most.
+        Each entry is in the share of one process, and shares differ by one entry at most. A vector of
+        sharded parameters is this process's alone.
 
         Example:
             >>> [World(rank, 3).share(8) for rank in range(3)]
             [slice(0, 2, None), slice(2, 5, None), slice(5, 8, None)]
         """
+        if self.is_sharded:
+            return slice(0, size)
         return slice(self.rank * size // self.size, (self.rank + 1) * size // self.size)
 
 

@@ -35,17 +35,21 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeAlias
 
-import torch
 from torch import Tensor
 
 from lightning_dp._noise import NoiseSource
 from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import above_0, finite, normalise, not_negative
 from lightning_dp._world import World
-from lightning_dp.functional import clip_factors, flat_dtype, flat_zeros, number_of_entries
+from lightning_dp.functional import (
+    check_coordinates,
+    clip_factors_and_unit,
+    flat_dtype,
+    flat_zeros,
+    number_of_entries,
+)
 
 __all__ = [
-    "LARGEST_NORM",
     "BoundedSum",
     "PerSampleGradients",
     "Query",
@@ -57,25 +61,22 @@ __all__ = [
     "bounded_sum",
 ]
 
-
-# Of an estimator, schedule or post-processor, from step to step. Tensors, numbers, strings, and lists
-# and dicts of them, made of released values only: it goes into checkpoints.
+# Of an estimator, schedule or post-processor, from step to step: tensors, numbers, strings, and lists
+# and dicts of them, made of released values only. It goes into checkpoints.
 State: TypeAlias = dict[str, Any]
 
-# Clip norms between these leave float32 room for a sum of millions of records, and their weights.
-_SMALLEST, LARGEST_NORM = 1e-30, 1e32
+_SMALLEST = 1e-30  # a clip norm that leaves float32 room for a sum of millions of records
 
 
 @dataclass(frozen=True)
 class Term:
-    """``weight`` times h(x): the record's gradient at ``point``, or with a ``direction`` its
-    Hessian there times that direction.
+    """``weight`` times a record's gradient at ``point``, or its Hessian there times ``direction``.
 
     Args:
         weight: w_k, any finite number.
-        point: x_k as a flat vector of length d (``parameters()`` order, concatenated), or ``None``
-            for the parameters the model has now. Public: made from released values only.
-        direction: u_k, flat of length d; ``None`` for the gradient. Public as well.
+        point: x_k, public, as a flat vector of length d (``parameters()`` order, concatenated);
+            ``None`` for the parameters the model has now.
+        direction: u_k, public, flat of length d; ``None`` for the gradient.
     """
 
     weight: float = 1.0
@@ -102,17 +103,8 @@ class Query:
         noise_multiplier: z >= 0.
         coordinates: c, int64, sorted and distinct; the answer has one entry for each. ``None`` for
             all. Public: not chosen by looking at data.
-        count_weight: κ >= 0. Above 0 the answer has one entry more, :math:`κ C \sum_i c_i` with
-            c_i = 1 for a record that was clipped and -1 for one that was not, and the noise has
-            standard deviation z·C·√(1 + κ²) in every entry.
-
-    Raises:
-        ValueError: for values outside these bounds (NaN included).
-
-    Example:
-        >>> query = Query(terms=(Term(),), clip_norm=1.0, noise_multiplier=1.1)
-        >>> query.clip_norm, query.sensitivity
-        (1.0, 1.0)
+        count_weight: κ >= 0. Above 0 the answer has one entry more, the number of clipped records
+            (:class:`~lightning_dp.clipping.CountedGradients`), and the noise is z·C·√(1 + κ²).
     """
 
     terms: tuple[Term, ...]
@@ -122,16 +114,8 @@ class Query:
     count_weight: float = 0.0
 
     def __post_init__(self) -> None:
-        if (c := self.coordinates) is not None:
-            if c.dtype != torch.int64 or c.dim() != 1 or not len(c):
-                raise ValueError(
-                    f"Query(coordinates=...) must be a vector of int64 numbers, at least one; got "
-                    f"{tuple(c.shape)} of {c.dtype}."
-                )
-            if not (c[0] >= 0 and bool((c[1:] > c[:-1]).all())):
-                raise ValueError(
-                    "Query(coordinates=...) must be sorted, distinct and not negative."
-                )
+        if self.coordinates is not None:
+            check_coordinates("Query(coordinates=...)", self.coordinates)
         normalise(self, above_0, "clip_norm", of="Query")
         normalise(self, not_negative, "noise_multiplier", of="Query")
         normalise(self, not_negative, "count_weight", of="Query")
@@ -143,7 +127,7 @@ class Query:
                 f"{self.noise_multiplier} has no meaning: set a finite max_grad_norm, "
                 "or noise_multiplier=0 for training without privacy."
             )
-        if self.count_weight > 0 and (c is not None or math.isinf(self.clip_norm)):
+        if self.count_weight > 0 and not (self.coordinates is None and self.clip_norm < math.inf):
             raise ValueError(
                 f"Query(count_weight={self.count_weight}) counts clipped records next to a whole "
                 "gradient of finite clip norm; leave out coordinates, or the count."
@@ -189,16 +173,11 @@ class BoundedSum:
 
     Sensitive: it must not be logged, saved or compared. It is made by :func:`bounded_sum`,
     :meth:`empty` or :meth:`received`, never by its constructor.
-
-    Args:
-        value: flat vector of length d, or of the query's coordinates.
-        clip_norm: C, the L2 sensitivity under add/remove of one record.
-        noise_std: of the noise that it began with (:func:`begin_with_noise`); None if it began empty.
     """
 
-    value: Tensor = field(repr=False)
-    clip_norm: float
-    noise_std: float | None = None
+    value: Tensor = field(repr=False)  # flat, of length d or of the query's coordinates
+    clip_norm: float  # C, the L2 sensitivity under add/remove of one record
+    noise_std: float | None = None  # of the noise that it began with; None if it began empty
 
     @classmethod
     def empty(cls, query: Query, params: Sequence[Tensor]) -> BoundedSum:
@@ -212,13 +191,9 @@ class BoundedSum:
         return cls(value, query.sensitivity)
 
     def plus(self, other: BoundedSum) -> BoundedSum:
-        """Return the sum over both sets of records, which must be disjoint (chunks of one batch).
-
-        It is made in the memory of this sum. One that was begun with this sum (``onto`` in
-        :func:`bounded_sum`) holds both already.
-        """
+        """Return the sum over both sets of records, which must be disjoint, in the memory of this one."""
         self.check_bound(other.clip_norm)
-        if other.value is not self.value:
+        if other.value is not self.value:  # else the other was summed onto this one
             self.value.add_(other.value)
         return self
 
@@ -236,17 +211,9 @@ def bounded_sum(
 ) -> BoundedSum:
     r"""Return :math:`\sum_i g_i \min(1, C/\|g_i\|)`: one record moves it by at most C.
 
-    Promises: each record contributes a vector of L2 norm at most ``clip_norm`` (up to rounding), and
-    affects no other's part; one whose gradient is not finite, or scaled down is too small for float32,
-    contributes zero.
-
-    Args:
-        gradients: the g_i, a vector for each record.
-        clip_norm: C, the bound.
-        onto: the sum over other records, for the same C. It is added to, in its own memory.
-
-    Raises:
-        ValueError: if ``clip_norm`` is less than 1e-30, or ``onto`` has another bound.
+    Each record contributes a vector of L2 norm at most ``clip_norm`` (up to rounding), and affects no
+    other's part; one whose gradient is not finite, or scaled down is too small for float32,
+    contributes zero. ``onto``, a sum over other records for the same C, is added to in its own memory.
     """
     if not clip_norm >= _SMALLEST:
         raise ValueError(
@@ -255,15 +222,7 @@ def bounded_sum(
         )
     if onto is not None:
         onto.check_bound(clip_norm)
-    norms = gradients.norms()
-    # Above LARGEST_NORM a weight of C / norm has too few digits left to bound anything.
-    finite_norms = norms.masked_fill(norms > LARGEST_NORM, math.inf)
-    factors = clip_factors(finite_norms, clip_norm)
-    # For C far from 1 in units of C, so that neither weights nor partial sums leave float32's range.
-    is_near_1 = 1e-3 <= clip_norm <= 1e3 or clip_norm == math.inf
-    unit = 1.0 if is_near_1 else min(clip_norm, LARGEST_NORM)
-    if unit != 1:
-        factors = factors / unit
+    factors, unit = clip_factors_and_unit(gradients.norms(), clip_norm)
     if onto is None:
         total = gradients.weighted_sum(factors)
     else:
@@ -275,15 +234,10 @@ def bounded_sum(
 
 @dataclass(frozen=True)
 class Release:
-    """A noised sum or mean: the only thing about the data that leaves the mechanism.
+    """A noised sum or mean: the only thing about the data that leaves the mechanism."""
 
-    Args:
-        value: flat vector of length d, or of the query's coordinates.
-        noise_std: standard deviation of the noise in each coordinate.
-    """
-
-    value: Tensor
-    noise_std: float
+    value: Tensor  # flat, of length d or of the query's coordinates
+    noise_std: float  # standard deviation of the noise in each coordinate
 
     @classmethod
     def of_nothing(cls, params: Sequence[Tensor]) -> Release:
@@ -295,22 +249,12 @@ class Release:
         """Return other parties' noised sums, trusting them to have added the noise."""
         return cls(value, noise_std)
 
-    def without_count(self, query: Query) -> tuple[Release, Release | None]:
-        """Return the noised sum of gradients, and that of the c_i if the query counts clipped records.
-
-        The latter is one entry, in units of records.
-        """
-        if not query.count_weight > 0:
-            return self, None
-        unit = query.count_weight * query.clip_norm
-        gradient = Release(self.value[:-1], self.noise_std)
-        return gradient, Release(self.value[-1:] / unit, self.noise_std / unit)
+    def part(self, entries: slice) -> Release:
+        """Return some entries, in the same memory."""
+        return Release(self.value[entries], self.noise_std)
 
     def mean(self, expected_batch_size: float) -> Release:
-        """Return the sum over B, in the same memory.
-
-        B is the *expected* batch size: the realised one is private.
-        """
+        """Return the sum over the *expected* batch size, in the same memory; the realised is private."""
         expected_batch_size = above_0("expected_batch_size", expected_batch_size)
         return Release(self.value.div_(expected_batch_size), self.noise_std / expected_batch_size)
 
@@ -320,21 +264,12 @@ def begin_with_noise(
 ) -> Callable[[], BoundedSum]:
     """Begin a query's sum with its noise, drawn in the background: :func:`add_noise` then adds none.
 
-    Each process draws the noise of its share, as in :func:`add_noise`. Where parameters are sharded
-    each holds its shard of the total over all processes, which is added up while the sum is made; so
-    its un-noised total exists nowhere.
-
-    Args:
-        query: what was asked, and charged.
-        params: the trained parameters; of sharded ones what this process holds.
-        source, world: of the noise; the processes.
+    Each process draws the noise of its share, as in :func:`add_noise`. Where parameters are sharded,
+    ``params`` are the shards that this process holds, and so is the sum: that over all processes is
+    added up as it is made, onto the noise, so an un-noised total exists nowhere.
 
     Returns:
         A function that waits until all noise is there, and gives the sum.
-
-    Raises:
-        ValueError: if the query has no finite bound, or if parameters are sharded and it counts
-            clipped records or asks for some coordinates only.
     """
     if world.is_sharded and (query.count_weight > 0 or query.coordinates is not None):
         raise RefusedSetting(
@@ -342,15 +277,10 @@ def begin_with_noise(
             topic="out-of-order",
         )
     size = query.size(number_of_entries(params))
-    share = slice(0, size) if world.is_sharded else world.share(size)
-    # Noise is written over what is there, so zeros are written to the others' shares only.
-    dtype = source.dtype(flat_dtype(params))
-    total = BoundedSum(params[0].new_empty(size, dtype=dtype), query.sensitivity)
+    memory = params[0].new_empty(size, dtype=source.dtype(flat_dtype(params)))
+    total = BoundedSum(memory, query.sensitivity)
     noise_std = _noise_std(total, query.noise_multiplier)
-    for rest in (total.value[: share.start], total.value[share.stop :]):
-        rest.zero_()
-    mine = total.value[share]
-    finish = source.begin_normal(mine, noise_std) if noise_std > 0 else mine.zero_
+    finish = source.begin_share(memory, world.share(size), noise_std)
 
     def begun() -> BoundedSum:
         finish()
@@ -365,10 +295,9 @@ def add_noise(
     """Noise the sum over all ranks once: ``sum_ranks total + N(0, (z C)^2 I)``.
 
     Each rank adds the noise of its share of the entries to its own sum, from its own source, *before*
-    the ranks' sums are added up, and every rank gets the same release. So each entry has the noise of
-    one rank, the un-noised total exists nowhere, and nobody draws more than d / ranks values. The noise
-    is added in the memory of the sum, so there is no sum any longer (a secure source takes a float64
-    vector besides). A sum that began with its noise gets no more.
+    the ranks' sums are added up, and every rank gets the same release: each entry has the noise of one
+    rank, and the un-noised total exists nowhere. The noise is added in the memory of the sum (a secure
+    source takes a float64 vector besides). A sum that began with its noise gets no more.
     """
     noise_std = _noise_std(total, noise_multiplier)
     has_begun = total.noise_std is not None

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from lightning_dp._validate import between, normalise, positive
-from lightning_dp.boundary import LARGEST_NORM, PerSampleGradients
-from lightning_dp.functional import clip_factors, has_float64
+from lightning_dp.boundary import PerSampleGradients, Query, Release
+from lightning_dp.functional import LARGEST_NORM, clip_factors, has_float64
 
 __all__ = [
     "AdaptiveQuantile",
@@ -31,6 +31,7 @@ __all__ = [
     "PerGroup",
     "Rescaling",
     "check_clipping",
+    "split_count",
 ]
 
 _LARGEST_CHANGE = 50.0  # of the logarithm of C in one step: noise alone goes no further
@@ -371,6 +372,14 @@ class CountedGradients(PerSampleGradients):
 
     def _count(self, weights: Tensor, like: Tensor) -> Tensor:
         return (weights * self._counts).sum().to(like)
+
+
+def split_count(released: Release, query: Query) -> tuple[Release, Release | None]:
+    """Return the gradient of a release, and Σ c_i in units of records if the query counts them."""
+    if not query.count_weight > 0:
+        return released, None
+    count = released.part(slice(-1, None)).mean(query.count_weight * query.clip_norm)
+    return released.part(slice(-1)), count
 
 
 # -- the rules ---------------------------------------------------------------------------------------

@@ -18,9 +18,12 @@ from lightning_dp._validate import above_0, flag, instance, normalise, not_negat
 from lightning_dp._world import HeldParts
 
 __all__ = [
+    "LARGEST_NORM",
     "FullPrecision",
     "SparseVector",
+    "check_coordinates",
     "clip_factors",
+    "clip_factors_and_unit",
     "flat_zeros",
     "flatten",
     "full_precision",
@@ -351,6 +354,33 @@ def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:
     wide = norms.double() if has_float64(norms.device.type) else norms
     factors = (clip_norm / wide).clamp_(max=1.0)  # 0 or NaN where the norm is not finite
     return factors.nan_to_num_(nan=0.0).to(norms.dtype)
+
+
+# Above it a weight of C / norm has too few digits left to bound anything.
+LARGEST_NORM = 1e32
+
+
+def clip_factors_and_unit(norms: Tensor, clip_norm: float) -> tuple[Tensor, float]:
+    """Return :func:`clip_factors` over a unit, and the unit: C if it is far from 1, else 1.
+
+    So neither weights nor partial sums leave the range of float32.
+    """
+    factors = clip_factors(norms.masked_fill(norms > LARGEST_NORM, math.inf), clip_norm)
+    if 1e-3 <= clip_norm <= 1e3 or clip_norm == math.inf:
+        return factors, 1.0
+    unit = min(clip_norm, LARGEST_NORM)
+    return factors / unit, unit
+
+
+def check_coordinates(name: str, numbers: Tensor) -> None:
+    """Refuse numbers of entries that are not a set in its order."""
+    if numbers.dtype != torch.int64 or numbers.dim() != 1 or not len(numbers):
+        raise ValueError(
+            f"{name} must be a vector of int64 numbers, at least one; got {tuple(numbers.shape)} of "
+            f"{numbers.dtype}."
+        )
+    if not (numbers[0] >= 0 and bool((numbers[1:] > numbers[:-1]).all())):
+        raise ValueError(f"{name} must be sorted, distinct and not negative.")
 
 
 def real(tensor: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from lightning_dp.boundary import (
     add_noise,
     begin_with_noise,
 )
-from lightning_dp.clipping import AdaptiveQuantile
+from lightning_dp.clipping import AdaptiveQuantile, split_count
 from lightning_dp.config import refuse_unknown
 from lightning_dp.estimators.base import Driver
 from lightning_dp.functional import brought_to, number_of_entries
@@ -380,7 +380,7 @@ class Mechanism:
 
     def _observe(self, query: Query, released: Release) -> Release:
         """Show a release to those who follow them, and return its gradient alone."""
-        gradient, count = released.without_count(query)
+        gradient, count = split_count(released, query)
         if self.signal is not None:
             self.signal.observe(query, gradient, self.step, count)
         if self.quantile is not None and count is not None:

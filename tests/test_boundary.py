@@ -20,7 +20,7 @@ from lightning_dp._noise import NoiseSource
 from lightning_dp._world import World
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian
 from lightning_dp.boundary import BoundedSum, Query, Release, Term, add_noise, bounded_sum
-from lightning_dp.clipping import CountedGradients
+from lightning_dp.clipping import CountedGradients, split_count
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.parameter_sum import MaterialisedGradients
@@ -171,9 +171,9 @@ def test_only_the_boundary_constructs_sums_and_releases(name):
 
 
 def test_only_the_boundary_draws_noise():
-    assert callers("begin_normal") == {"boundary.py"}
+    assert callers("begin_share") == {"boundary.py"}
     assert callers("add_normal") == {"boundary.py"}
-    for name in ("fill_normal", "draw_into", "_begin_to", "_draw_on_device"):
+    for name in ("begin_normal", "fill_normal", "draw_into", "_begin_to", "_draw_on_device"):
         assert callers(name) == {"_noise.py"}
 
 
@@ -450,7 +450,7 @@ def test_the_count_is_of_clipped_records_less_the_others(clip_norm):
     assert total.value.shape == (SIZE + 1,)
     assert float(total.value[-1]) == pytest.approx(KAPPA * clip_norm * (3 - 2), rel=1e-5)
     query = Query((Term(),), clip_norm, 0.0, count_weight=KAPPA)
-    gradient, count = add_noise(total, 0.0, NoiseSource(0), World()).without_count(query)
+    gradient, count = split_count(add_noise(total, 0.0, NoiseSource(0), World()), query)
     assert float(count.value) == pytest.approx(1.0, rel=1e-5)
     assert gradient.value.shape == (SIZE,)
     assert float(gradient.value[0]) == pytest.approx(clip_norm * (0.5 + 0.999 + 3), rel=1e-5)
@@ -463,7 +463,7 @@ def test_the_noise_of_both_is_that_of_the_longer_vector():
     empty = BoundedSum.empty(query, [torch.zeros(size)])
     assert empty.value.shape == (size + 1,) == (query.size(size),)
 
-    gradient, count = add_noise(empty, Z, NoiseSource(0), World()).without_count(query)
+    gradient, count = split_count(add_noise(empty, Z, NoiseSource(0), World()), query)
 
     std = Z * C * math.sqrt(1 + KAPPA**2)
     assert gradient.noise_std == pytest.approx(std, rel=1e-12)
@@ -476,7 +476,7 @@ def test_without_a_count_nothing_is_longer():
     assert query.sensitivity == C and query.size(SIZE) == SIZE
     assert total_of(OTHERS, kappa=0.0).value.shape == (SIZE,)
     release = add_noise(total_of(OTHERS, kappa=0.0), Z, NoiseSource(0), World())
-    assert release.without_count(query) == (release, None)
+    assert split_count(release, query) == (release, None)
 
 
 def test_a_count_beside_coordinates_or_unclipped_gradients_is_refused():
