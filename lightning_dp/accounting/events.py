@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import ClassVar, Literal, TypeAlias, get_args
 
-from scipy.special import bdtrc
+from scipy.special import betainc
 
 from lightning_dp._refusals import Refusal, RefusedSetting
 from lightning_dp._validate import (
@@ -217,6 +217,19 @@ def noise_together(noise_multipliers: Sequence[float]) -> float:
     return least / math.sqrt(math.fsum([(least / z) ** 2 for z in noise_multipliers]))
 
 
+def binomial_tail(least: int, number: int, probability: float) -> float:
+    """Return ``P(Binomial(n, p) >= k)``, rounded up; ``bdtrc`` has no room for n above 2^31.
+
+    Example:
+        >>> round(binomial_tail(2, 2, 0.5), 5), binomial_tail(3, 2, 0.5)
+        (0.25, 0.0)
+    """
+    if not 0 < least <= number:
+        return float(least <= 0)
+    tail = float(betainc(float(least), float(number - least + 1), probability))
+    return min(1.0, tail * (1 + 1e-6))
+
+
 @dataclass(frozen=True)
 class CyclicRound(PoissonGaussian):
     """Several steps in a row with correlated noise, of which a record takes part in one at most.
@@ -319,11 +332,7 @@ class TruncatedGaussian(AbstractEvent):
     @property
     def chance_of_limit(self) -> float:
         """``P(Binomial(n, q) >= limit)``, rounded up."""
-        if self.limit > self.num_records:
-            return 0.0
-        return min(
-            1.0, float(bdtrc(self.limit - 1, self.num_records, self.sample_rate)) * (1 + 1e-6)
-        )
+        return binomial_tail(self.limit, self.num_records, self.sample_rate)
 
     @property
     def pair(self) -> tuple[float, float]:

@@ -202,6 +202,14 @@ def test_the_chance_of_the_limit_is_a_binomial_tail(limit, n, q):
     assert tail <= TruncatedGaussian(1.0, q, limit, n).chance_of_limit <= tail * (1 + 1e-5)
 
 
+@pytest.mark.parametrize("n", [2**31 - 1, 2**32 + 120, 10**10, 10**15])
+def test_the_chance_of_the_limit_is_right_for_any_number_of_records(n):
+    tail = scipy.stats.poisson(100).sf(109)  # of so many records a binomial number is one
+    assert TruncatedGaussian(1.0, 100 / n, 110, n).chance_of_limit == pytest.approx(tail, rel=1e-5)
+    steps = [(PoissonGaussian(0.05, 100 / n), n)]  # each with little noise
+    assert epsilon(steps, 1e-5) == pytest.approx(30_463.4, rel=1e-5)
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_pmf_has_mass_at_both_ends_whatever_the_chance(backward):
     """Moments are taken from there: with nothing at an end, what is outside would be lost."""
