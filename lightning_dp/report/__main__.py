@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from lightning_dp._files import file_of_checkpoint
 from lightning_dp.accounting.base import Relation, check_delta, epsilon_text
-from lightning_dp.accounting.journal import JournalError
+from lightning_dp.accounting.journal import JournalError, read_alone
 from lightning_dp.config import About
 from lightning_dp.report.content import READERS, Page, Total, charged, plain, render
 from lightning_dp.report.files import (
@@ -23,7 +23,6 @@ from lightning_dp.report.files import (
     check_journal,
     documents_in,
     find_journal,
-    read_alone,
     read_document,
     total,
     write_text,
