@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -27,7 +29,8 @@ from lightning_dp.accounting import (
 from lightning_dp.accounting._pmf import node_of
 from lightning_dp.accounting.events import TruncatedGaussian, event_from_dict
 from lightning_dp.noise_plan import Budget
-from lightning_dp.sampling import BatchPlan
+from lightning_dp.sampling import AbstractSampling, BatchPlan
+from lightning_dp.schedules import AbstractAdaptiveSchedule, Exponential
 from lightning_dp.strategies.data import check_limit
 
 BATCHES = BatchPlan(1000, 0.05, chunks_per_step=1, steps_per_epoch=20)
@@ -223,6 +226,46 @@ def test_zero_out_is_refused():
     for ask in (delta, epsilon):
         with pytest.raises(RefusedSetting, match=r"takes the place of another.*'add_remove' or"):
             ask([(TruncatedGaussian(1.0, 0.05, 65, 1000), 1)], 1e-5, "zero_out")
+
+
+@dataclass(frozen=True)
+class Own(AbstractSampling):
+    """A limit of one's own, whose event costs less than its pair."""
+
+    has_pairs: ClassVar[bool] = False
+
+    def draw(self, shard_size, sample_rate, rng):
+        return Poisson().draw(shard_size, sample_rate, rng)[:65]
+
+    def event(self, noise_multiplier, sample_rate):
+        return TruncatedGaussian(noise_multiplier, sample_rate, 65, 1000)
+
+
+@dataclass(frozen=True)
+class AtRunTime(AbstractAdaptiveSchedule):
+    """Chooses the noise at run time."""
+
+    def __call__(self, step):
+        return 1.0
+
+    def init(self):
+        return {}
+
+    def now(self, state, step):
+        return 1.0
+
+    def observe(self, state, released):
+        return state
+
+
+@pytest.mark.parametrize("sampling", [LIMITED, Own()])
+@pytest.mark.parametrize("schedule", [Exponential(0.1), AtRunTime()])
+def test_noise_that_changes_is_refused(sampling, schedule):
+    """No guard adds up what is no pair, so nothing would keep noise chosen at run time to a budget."""
+    with pytest.raises(ValueError, match="needs the same noise"):
+        PrivacyConfig(
+            target_epsilon=1.0, target_delta=1e-5, sampling=sampling, noise_schedule=schedule
+        )
 
 
 # -- in a plan -------------------------------------------------------------------------------------------
