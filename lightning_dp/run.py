@@ -399,8 +399,8 @@ class PrivateRun:
         promised, target = self.ledger.budget, self.config.target_epsilon
         if promised is not None and target is not None and target < promised.epsilon:
             raise RefusedSetting(
-                f"target_epsilon={target:g}: the noise of earlier steps was chosen at run time for a "
-                f"budget of ε = {promised.epsilon:g}, which they cost as a whole. Give that, or more.",
+                f"target_epsilon={target}: the noise of earlier steps was chosen at run time for a "
+                f"budget of ε = {promised.epsilon}, which they cost as a whole. Give that, or more.",
                 topic="other-settings",
             )
 

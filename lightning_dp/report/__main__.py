@@ -255,13 +255,13 @@ def _lines_of(checked: CheckedDocument, in_full: bool) -> Iterator[str]:
     else:
         yield from (f"charged: {line}" for line in charged(document.events.history()))
     yield (
-        f"its own events: ε = {epsilon_text(checked.epsilon)} at δ = {document.delta:g} "
+        f"its own events: ε = {epsilon_text(checked.epsilon)} at δ = {epsilon_text(document.delta, 6)} "
         f"({document.relation}), {document.events.steps} steps"
     )
     if checked.journal_epsilon is not None:
         yield (
             f"all runs in the journal {checked.journal}: ε = {epsilon_text(checked.journal_epsilon)} at "
-            f"δ = {document.delta:g}, {checked.journal_steps} steps; this is what counts"
+            f"δ = {epsilon_text(document.delta, 6)}, {checked.journal_steps} steps; this is what counts"
         )
     if len(checked.runs) > 1:
         yield from (f"run {name}: ε = {epsilon_text(each)}" for name, each in checked.runs.items())

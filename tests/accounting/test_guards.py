@@ -251,7 +251,7 @@ def test_a_smaller_budget_after_noise_chosen_at_run_time_is_refused(tmp_path, sa
     state = first.state_dict()
     first.stop()
     assert first.epsilon == pytest.approx(5.0)
-    with pytest.raises(ValueError, match=r"target_epsilon=1: .* ε = 5"):
+    with pytest.raises(ValueError, match=r"target_epsilon=1.0: .* ε = 5.0"):
         run_with(1.0).load_state_dict(state, tmp_path, World())
     more, same = run_with(6.0), run_with(5.0)
     for each in (more, same):
@@ -259,7 +259,7 @@ def test_a_smaller_budget_after_noise_chosen_at_run_time_is_refused(tmp_path, sa
     more.start(20, World(), tmp_path)
     more.stop()
     assert more.epsilon == pytest.approx(6.0)
-    with pytest.raises(ValueError, match=r"target_epsilon=5: .* ε = 6"):
+    with pytest.raises(ValueError, match=r"target_epsilon=5.0: .* ε = 6.0"):
         same.start(20, World(), tmp_path)  # the other one has begun meanwhile
 
 
