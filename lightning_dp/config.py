@@ -50,7 +50,6 @@ from lightning_dp.sampling import (
     BatchPlan,
     FixedOrder,
     Poisson,
-    TruncatedPoisson,
     UserLevel,
 )
 from lightning_dp.sampling.blocks import AbstractBlockSampling
@@ -403,7 +402,7 @@ class PrivacyConfig:
         """Refuse a limit where steps differ, and a relation under which an event has no bound."""
         sampling, estimator = self.sampling, self.resolved_estimator()
         is_alike = isinstance(self.noise_schedule, Constant) and estimator.traits.period == 1
-        if isinstance(sampling, TruncatedPoisson) and not is_alike:
+        if not (sampling.has_pairs or is_alike):
             raise RefusedSetting(
                 f"sampling={sampling} needs the same noise and rate at every step, and noise_schedule="
                 f"{self.noise_schedule} with {estimator} changes them. Use Constant() and MeanGradient, "

@@ -376,6 +376,7 @@ class PrivateRun:
             directory = self.ledger.journal_path.parent  # it exists, so it must know
         if world.is_lead:
             self.ledger.begin(run, directory)
+            self._refuse_smaller_budget()
             if self.batches is not None:
                 self.ledger.note(DATA, self.batches.num_records, self.config.data_set)
         record = world.broadcast(self.ledger.state_dict())
@@ -391,6 +392,16 @@ class PrivateRun:
             is_replanned = self._is_replanned(fit.mechanism)
             self.ledger.note_plan(target, int(fit.end), is_replanned=is_replanned)
         self._resumed, self.stop_reason = None, None
+
+    def _refuse_smaller_budget(self) -> None:
+        """Refuse a target below the ε that noise chosen at run time has for good."""
+        promised, target = self.ledger.budget, self.config.target_epsilon
+        if promised is not None and target is not None and target < promised.epsilon:
+            raise RefusedSetting(
+                f"target_epsilon={target}: the noise of earlier steps was chosen at run time for a "
+                f"budget of ε = {promised.epsilon}, which they cost as a whole. Give that, or more.",
+                topic="other-settings",
+            )
 
     def _planned_fit(self, planned_steps: float, world: World, steps_before: int) -> PlannedFit:
         """Find the noise and the budget of the steps to come."""
@@ -525,6 +536,7 @@ class PrivateRun:
         if world.is_lead:
             ahead = 0 if state["mechanism"] is None else int(state["mechanism"].get("ahead", 0))
             self.ledger.restore(state["ledger"], directory, ahead)
+            self._refuse_smaller_budget()
         self.is_seeded = self.is_seeded or bool(state["seeded"])
         self.started = state.get("report", {}).get("started")
         self._resumed = None if state["mechanism"] is None else state

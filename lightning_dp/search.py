@@ -14,7 +14,12 @@ import filelock
 from lightning_dp._files import FILE_MODE, local_folder, make_folder, replaced
 from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._validate import normalise, number, optional, positive, probability, whole
-from lightning_dp.accounting.base import AbstractAccountant, Relation, check_relation
+from lightning_dp.accounting.base import (
+    AbstractAccountant,
+    Relation,
+    check_relation,
+    epsilon_text,
+)
 from lightning_dp.accounting.calibration import alike, calibrate_steps
 from lightning_dp.accounting.events import History, check_history
 from lightning_dp.accounting.external import Declared
@@ -245,7 +250,8 @@ def search_text(path: Path) -> str:
     content = _read(path)
     return (
         f"{path}: a search of {content['trials']} trials, {content['begun']} of them begun: "
-        f"ε = {content['target_epsilon']:g} at δ = {content['target_delta']:g} for all of them"
+        f"ε = {epsilon_text(content['target_epsilon'], 6)} at δ = "
+        f"{epsilon_text(content['target_delta'], 6)} for all of them"
     )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_dp import Constant, MeanGradient, Poisson, UserLevel
-from lightning_dp.accounting import calibrate
+from lightning_dp.accounting import calibrate, epsilon_text
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.federated.synchronous import QueryClient, SynchronousServer
@@ -87,7 +87,9 @@ def main() -> None:
                     server.receive(c, client.answer(request))
         for c, client in enumerate(clients):
             facts = f"{client.records.num_records} {client.records.unit}s"
-            print(f"hospital {c}: {facts}, ε = {client.epsilon:.2f} of a {client.records.unit}")
+            print(
+                f"hospital {c}: {facts}, ε = {epsilon_text(client.epsilon)} of a {client.records.unit}"
+            )
 
     module, (x, y) = Diagnosis(), Visits(PATIENTS, seed=HOSPITALS).tensors
     torch.nn.utils.vector_to_parameters(server.point, module.parameters())

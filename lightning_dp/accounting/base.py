@@ -6,15 +6,15 @@ import functools
 import math
 import reprlib
 from abc import ABC, abstractmethod
-from decimal import ROUND_CEILING, Context
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dp._validate import explained, number, probability, whole
+from lightning_dp._validate import explained, probability
 from lightning_dp.accounting.events import History, check_entry, counted
 from lightning_dp.accounting.events import Relation as Relation
+from lightning_dp.accounting.events import epsilon_text as epsilon_text
 from lightning_dp.accounting.steps import EventPlan, FloatArray, first_events
 
 LEAST_EPSILON = 1e-9
@@ -113,21 +113,6 @@ class EpsilonCache:
                 del self._values[next(iter(self._values))]
             self._values[key] = self._accountant.epsilon(history, delta, relation)
         return self._values[key]
-
-
-def epsilon_text(epsilon: float, digits: int = 4) -> str:
-    """Return ε for people: the least number of that many significant digits that is not below it.
-
-    Example:
-        >>> epsilon_text(2.99712), epsilon_text(3.0), epsilon_text(0.00123456), epsilon_text(float("inf"))
-        ('2.998', '3', '0.001235', 'inf')
-    """
-    epsilon, digits = number("epsilon", epsilon), whole("digits", digits)
-    if not math.isfinite(epsilon):
-        return f"{epsilon}"
-    # By the shortest text that reads back as this float: 0.1 is 0.1, not 0.1 + 5.6e-18.
-    above = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(repr(epsilon))
-    return f"{float(above):.{digits}g}"
 
 
 @functools.lru_cache(maxsize=16)  # asked at every step, of few values

@@ -9,9 +9,10 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from decimal import ROUND_CEILING, Context
 from typing import ClassVar, Literal, TypeAlias, get_args
 
-from scipy.special import bdtrc
+from scipy.special import betainc
 
 from lightning_dp._refusals import Refusal, RefusedSetting
 from lightning_dp._validate import (
@@ -217,6 +218,19 @@ def noise_together(noise_multipliers: Sequence[float]) -> float:
     return least / math.sqrt(math.fsum([(least / z) ** 2 for z in noise_multipliers]))
 
 
+def binomial_tail(least: int, number: int, probability: float) -> float:
+    """Return ``P(Binomial(n, p) >= k)``, rounded up; ``bdtrc`` has no room for n above 2^31.
+
+    Example:
+        >>> round(binomial_tail(2, 2, 0.5), 5), binomial_tail(3, 2, 0.5)
+        (0.25, 0.0)
+    """
+    if not 0 < least <= number:
+        return float(least <= 0)
+    tail = float(betainc(float(least), float(number - least + 1), probability))
+    return min(1.0, tail * (1 + 1e-6))
+
+
 @dataclass(frozen=True)
 class CyclicRound(PoissonGaussian):
     """Several steps in a row with correlated noise, of which a record takes part in one at most.
@@ -319,11 +333,7 @@ class TruncatedGaussian(AbstractEvent):
     @property
     def chance_of_limit(self) -> float:
         """``P(Binomial(n, q) >= limit)``, rounded up."""
-        if self.limit > self.num_records:
-            return 0.0
-        return min(
-            1.0, float(bdtrc(self.limit - 1, self.num_records, self.sample_rate)) * (1 + 1e-6)
-        )
+        return binomial_tail(self.limit, self.num_records, self.sample_rate)
 
     @property
     def pair(self) -> tuple[float, float]:
@@ -447,6 +457,21 @@ class Voided(AbstractEvent):
         return self.reason
 
 
+def epsilon_text(epsilon: float, digits: int = 4) -> str:
+    """Return ε for people: the least number of that many significant digits that is not below it.
+
+    Example:
+        >>> epsilon_text(2.99712), epsilon_text(3.0), epsilon_text(0.00123456), epsilon_text(float("inf"))
+        ('2.998', '3', '0.001235', 'inf')
+    """
+    epsilon, digits = number("epsilon", epsilon), whole("digits", digits)
+    if not math.isfinite(epsilon):
+        return f"{epsilon}"
+    # By the shortest text that reads back as this float: 0.1 is 0.1, not 0.1 + 5.6e-18.
+    above = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(repr(epsilon))
+    return f"{float(above):.{digits}g}"
+
+
 @dataclass(frozen=True)
 class AbstractExternal(AbstractEvent):
     """A release that was made elsewhere, known by the guarantee that somebody states for it.
@@ -519,7 +544,8 @@ class ApproximateDP(AbstractExternal):
 
     @property
     def declared(self) -> str:
-        return f"{self.what}: ({self.epsilon:g}, {self.delta:g})-DP ({self.relation})"
+        epsilon, delta = epsilon_text(self.epsilon, 6), epsilon_text(self.delta, 6)
+        return f"{self.what}: ({epsilon}, {delta})-DP ({self.relation})"
 
     def costs(self, relation: Relation) -> tuple[float, float, float]:
         if self.relation == _checked(self, relation):
@@ -560,7 +586,7 @@ class ZCDP(AbstractExternal):
 
     @property
     def declared(self) -> str:
-        return f"{self.what}: {self.rho:g}-zCDP ({self.relation})"
+        return f"{self.what}: {epsilon_text(self.rho, 6)}-zCDP ({self.relation})"
 
     def costs(self, relation: Relation) -> tuple[float, float, float]:
         return 0.0, 0.0, self.rho if self.relation == _checked(self, relation) else 4 * self.rho

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import brentq
-from scipy.special import bdtrc, erfcx, ndtr, ndtri
+from scipy.special import erfcx, ndtr, ndtri
 
 from lightning_dp._validate import between, not_negative, number, positive
 from lightning_dp.accounting.base import check_delta, check_relation
+from lightning_dp.accounting.events import binomial_tail
 from lightning_dp.accounting.steps import FloatArray, Steps
 
 HUGE = 1e4
@@ -20,7 +21,6 @@ HUGE = 1e4
 _LARGE = 1e6  # from this μ on, losses near μ²/2 are known to a rounding error of some μ alone
 _SLACK = 1e-15  # times μ: the rounding of ε/μ - μ/2
 _LITTLE = 0.1  # a noise multiplier; below, a record that takes part is nearly published
-_ROUND_UP = 1 + 1e-6  # of a binomial tail, for its rounding
 _SQRT_HALF_PI = math.sqrt(math.pi / 2)
 
 
@@ -152,9 +152,7 @@ class LittleNoise:
 
     def _more(self, k: int) -> float:
         """Return the probability that a record takes part in more than k of them."""
-        if k >= self.count:
-            return 0.0
-        return float(bdtrc(k, self.count, self.sample_rate)) * _ROUND_UP
+        return binomial_tail(k + 1, self.count, self.sample_rate)
 
     def _mu(self, k: int) -> float:
         return math.sqrt(k * self.mu**2 + self.others)

@@ -359,11 +359,15 @@ class JournalContent:
             raise self._damaged(f"{line} has no {kind}")
 
     def _add_budget(self, epsilon: float, delta: float, relation: Any) -> None:
-        """Add a budget of the whole ledger; the largest counts."""
-        epsilon = max(epsilon, 0.0 if self.budget is None else self.budget.epsilon)
-        delta = max(delta, 0.0 if self.budget is None else self.budget.delta)
         what = f"noise chosen at run time, ledger {self.ledger_id}"
-        self.budget = ApproximateDP(epsilon, delta, relation, what)
+        self.include_budget(ApproximateDP(epsilon, delta, relation, what))
+
+    def include_budget(self, other: ApproximateDP | None) -> None:
+        """Add a budget of the whole ledger, if there is one; the largest counts."""
+        if other is not None and (own := self.budget) is not None:
+            epsilon, delta = max(own.epsilon, other.epsilon), max(own.delta, other.delta)
+            other = replace(other, epsilon=epsilon, delta=delta)
+        self.budget = other or self.budget
 
     def _is_next(self, run: object, number: object) -> bool:
         return isinstance(run, str) and type(number) is int and number == self.runs.length(run)
@@ -863,3 +867,11 @@ def check_nothing_is_missing(
                 "spent on this data from now on.",
                 topic="journal-behind",
             )
+
+
+def read_alone(journal: Path) -> JournalContent:
+    """Read a journal by itself; refuse one that holds less than a client's release files."""
+    progress = [*progress_of_all(journal)]  # first: a client charges its journal first
+    written = read_written(journal)
+    check_nothing_is_missing(journal, written.ledger_id, written.runs, progress)
+    return written

@@ -9,7 +9,7 @@ import contextlib
 import os
 import reprlib
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -22,12 +22,15 @@ from lightning_dp._validate import listed, whole
 from lightning_dp.accounting.events import (
     AbstractEvent,
     AbstractExternal,
+    ApproximateDP,
+    History,
     Voided,
     VoidedRunError,
     event_from_dict,
     sampled_gaussian,
 )
 from lightning_dp.accounting.journal import (
+    BUDGET,
     END,
     PLAN,
     SAVED,
@@ -39,7 +42,7 @@ from lightning_dp.accounting.journal import (
     PlannedRun,
     is_ledger_id,
     new_id,
-    read_journal,
+    read_alone,
     read_written,
 )
 
@@ -74,6 +77,7 @@ class Ledger:
         self.journal_path: Path | None = None
         self.weights: set[str] = set()  # fingerprints of weights that were released
         self.latest_weights: tuple[str, ...] = ()
+        self.budget: ApproximateDP | None = None  # of runs whose noise was chosen at run time
         self.is_replanned = False  # the noise of a run was planned after steps of others
         self.crashed: PlannedRun | None = None  # that whose checkpoint was restored last
         self.began: datetime | None = None  # at the first charge that this object saw
@@ -127,7 +131,7 @@ class Ledger:
             journal = Journal(path.absolute(), self.id)
             self.merge(journal.runs)
             self.weights |= journal.content.weights
-            self._note_replanned(journal.content.plans)
+            self._note_promises(journal.content)
             journal.extend(self._charges)
             self._journal, self.journal_path = journal, journal.path
         self._run = run
@@ -240,13 +244,15 @@ class Ledger:
             written = _read_complete(path, copies, ledger_id, runs)
             self.merge(written.runs)
             self.journal_path, self.crashed = path, crashed_plan(written, runs, ahead)
-            self._note_replanned(written.plans)
+            self._note_promises(written)
         self.merge(runs)
         self.id = ledger_id
         self._refuse_voided()
 
-    def _note_replanned(self, plans: Mapping[str, PlannedRun]) -> None:
-        self.is_replanned |= any(plan.is_replanned for plan in plans.values())
+    def _note_promises(self, written: JournalContent) -> None:
+        self.is_replanned |= any(plan.is_replanned for plan in written.plans.values())
+        written.include_budget(self.budget)
+        self.budget = written.budget
 
     def mirror(self, state: dict[str, Any]) -> None:
         """Become a copy of the lead process's record (the other processes)."""
@@ -346,6 +352,7 @@ def _read_complete(
                 topic="journal-behind",
             )
         written.runs.merge(each.runs)
+        written.include_budget(each.budget)
     for run in runs:
         if runs.is_ahead_of(run, written.runs):
             raise JournalError(
@@ -370,7 +377,8 @@ def sweep_history(paths: str | Path | Iterable[str | Path]) -> list[tuple[Abstra
     The sum holds if number and plans of the trials were fixed before the first one, or depend
     on the results only within a total that was. A trial that a *result* ended early
     counts with its whole plan: add the rest, ``[*sweep_history(...), (event, steps_left)]``. It does
-    not cover choosing by a score on private validation data.
+    not cover choosing by a score on private validation data. A ledger whose noise was chosen at run
+    time counts with its whole budget, :class:`ApproximateDP` at its δ: ask for ε at a larger one.
 
     Args:
         paths: journals, checkpoints, or folders, of which all ``*.journal`` directly in it are
@@ -404,17 +412,38 @@ def sweep_history(paths: str | Path | Iterable[str | Path]) -> list[tuple[Abstra
     given = [_path("paths", each) for each in listed_paths]
     if not given:
         raise ValueError("paths is empty; name the journals, checkpoints or folders of the trials.")
-    union = Ledger()
-    for file in (file for path in given for file in _files(path)):
-        if not zipfile.is_zipfile(file):
-            union.merge(read_journal(file)[1])
-        elif (state := privacy_record(file).get("ledger")) is not None:
-            union.restore(state, file.parent)
+    together, budgets = Charges(), dict[str, JournalContent]()
+    for written in (_written_in(file) for path in given for file in _files(path)):
+        if written.budget is None or written.runs.voided is not None:
+            together.merge(_apart(written))
         else:
-            raise RefusedSetting(
-                f"{file} is not a checkpoint of a private run.", topic="checkpoint-without-ledger"
-            )
-    return union.history()
+            budgets.setdefault(written.ledger_id, written).include_budget(written.budget)
+    whole = [(each.budget, 1) for each in budgets.values() if each.budget is not None]
+    return [*together.history(), *whole]
+
+
+def _written_in(file: Path) -> JournalContent:
+    """Return the charges and the budget of a journal, or of a checkpoint with its journal."""
+    if not zipfile.is_zipfile(file):
+        return read_alone(file)
+    if (state := privacy_record(file).get("ledger")) is None:
+        raise RefusedSetting(
+            f"{file} is not a checkpoint of a private run.", topic="checkpoint-without-ledger"
+        )
+    ledger = Ledger()
+    ledger.restore(state, file.parent)
+    return JournalContent(file, ledger.id, ledger.runs, budget=ledger.budget)
+
+
+def _apart(written: JournalContent) -> dict[str, History]:
+    """Return the charges of a ledger by names that no other ledger's have.
+
+    Federations have names that people gave; another data set may have one of the same name.
+    """
+    return {
+        name if is_ledger_id(name) else f"{written.ledger_id} {name}": charges
+        for name, charges in written.runs.items()
+    }
 
 
 def _path(name: str, value: object) -> Path:
@@ -480,13 +509,7 @@ def union(written: list[JournalContent]) -> Charges:
     for each in written:
         if each.budget is not None:
             raise JournalError(f"add {each.budget.declared}.", topic="earlier-training")
-        # Federations have names that people gave; another data set may have one of the same name.
-        together.merge(
-            {
-                name if is_ledger_id(name) else f"{each.ledger_id} {name}": charges
-                for name, charges in each.runs.items()
-            }
-        )
+        together.merge(_apart(each))
     return together
 
 
@@ -560,6 +583,9 @@ def recover_journal(
         event = costliest or _costliest(record, runs.history(), lost)
         runs.merge({new_id(): [(event, lost)]})
     journal = Journal(path, ledger_id)
+    if (report := record.get("report") or {}).get("claims_budget"):
+        epsilon, delta = float(report["target_epsilon"]), float(report["delta"])
+        journal.note(BUDGET, epsilon, delta, report["relation"])
     journal.extend(runs)
     journal.close()
     return path

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from lightning_dp._files import replaced
 from lightning_dp.accounting import Gaussian, PLDAccountant
+from lightning_dp.accounting.base import epsilon_text, float32_above
 from lightning_dp.federated.protocol import AbstractServer
 from lightning_dp.plotting import plot_federation, svg
 
@@ -92,7 +93,8 @@ class Logbook:
         self.problems.pop(f"Client {client}", None)
         self._counts["replies"] += 1
         if "epsilon" in facts and not self._is_sampled:
-            self._scalar(f"privacy/epsilon_client_{client}", facts["epsilon"], round_)
+            epsilon = float32_above(facts["epsilon"])
+            self._scalar(f"privacy/epsilon_client_{client}", epsilon, round_)
         self._add_line(Presence(round_, client, answered, facts.get("epsilon", math.nan)))
 
     def add_problem(self, problem: Problem) -> None:
@@ -117,7 +119,7 @@ class Logbook:
         scalars = {f"global/{name}": value for name, value in self._metrics.items()}
         scalars |= {f"progress/{name}": count for name, count in self._counts.items()}
         if claims := self._claims:
-            scalars["privacy/epsilon_max"] = max(claims)
+            scalars["privacy/epsilon_max"] = float32_above(max(claims))
         for name, value in scalars.items():
             self._scalar(name, value, step)
         self._writer.flush()
@@ -130,7 +132,7 @@ class Logbook:
         """Return one line for the console: the progress of the run."""
         parts = [f"{name} {value:.4g}" for name, value in self._metrics.items()]
         if claims := self._claims:
-            parts.append(f"largest epsilon that a client claims {max(claims):.4g}")
+            parts.append(f"largest epsilon that a client claims {epsilon_text(max(claims))}")
         parts += [f"{count} {name}" for name, count in self._counts.items()]
         return f"Federation: {step} rounds are over; " + ", ".join(parts)
 

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from lightning_dp._files import file_of_checkpoint
 from lightning_dp.accounting.base import Relation, check_delta, epsilon_text
-from lightning_dp.accounting.journal import JournalError
+from lightning_dp.accounting.journal import JournalError, read_alone
 from lightning_dp.config import About
 from lightning_dp.report.content import READERS, Page, Total, charged, plain, render
 from lightning_dp.report.files import (
@@ -23,7 +23,6 @@ from lightning_dp.report.files import (
     check_journal,
     documents_in,
     find_journal,
-    read_alone,
     read_document,
     total,
     write_text,
@@ -256,13 +255,13 @@ def _lines_of(checked: CheckedDocument, in_full: bool) -> Iterator[str]:
     else:
         yield from (f"charged: {line}" for line in charged(document.events.history()))
     yield (
-        f"its own events: ε = {epsilon_text(checked.epsilon)} at δ = {document.delta:g} "
+        f"its own events: ε = {epsilon_text(checked.epsilon)} at δ = {epsilon_text(document.delta, 6)} "
         f"({document.relation}), {document.events.steps} steps"
     )
     if checked.journal_epsilon is not None:
         yield (
             f"all runs in the journal {checked.journal}: ε = {epsilon_text(checked.journal_epsilon)} at "
-            f"δ = {document.delta:g}, {checked.journal_steps} steps; this is what counts"
+            f"δ = {epsilon_text(document.delta, 6)}, {checked.journal_steps} steps; this is what counts"
         )
     if len(checked.runs) > 1:
         yield from (f"run {name}: ε = {epsilon_text(each)}" for name, each in checked.runs.items())

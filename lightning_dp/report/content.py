@@ -384,7 +384,7 @@ class Total:
         )
         return (
             f"== total of {self.ledgers} ledgers, if they are about the same records: "
-            f"ε = {epsilon_text(self.epsilon)} at δ = {self.delta:g} ({self.relation}), "
+            f"ε = {epsilon_text(self.epsilon)} at δ = {epsilon_text(self.delta, 6)} ({self.relation}), "
             f"{self.steps} steps{seeded}{others}"
         )
 

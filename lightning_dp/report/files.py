@@ -27,11 +27,9 @@ from lightning_dp.accounting.journal import (
     Charges,
     JournalContent,
     JournalError,
-    check_nothing_is_missing,
     federations_in,
     is_journal_name,
     is_ledger_id,
-    progress_of_all,
     read_written,
 )
 from lightning_dp.accounting.ledger import privacy_record, read_state
@@ -227,14 +225,6 @@ def find_journal(recorded: Path | None, folder: Path) -> Path | None:
     if recorded is None or recorded.exists():
         return recorded
     return next(iter(sorted(folder.rglob(recorded.name))), recorded)
-
-
-def read_alone(journal: Path) -> JournalContent:
-    """Read a journal by itself; refuse one that holds less than a client's release files."""
-    progress = [*progress_of_all(journal)]  # first: a client charges its journal first
-    written = read_written(journal)
-    check_nothing_is_missing(journal, written.ledger_id, written.runs, progress)
-    return written
 
 
 # -- checks and sums ----------------------------------------------------------------------------

@@ -241,7 +241,7 @@ def _cost_of(
 def with_whole_plan(others: Charges, run: PrivateRun) -> str:
     """Return the sentence about others' charges, together with the whole plan of this run."""
     config, spent = run.config, _not_of(run, others).history()
-    at = f"at δ = {config.target_delta:g} ({config.relation})"
+    at = f"at δ = {epsilon_text(config.target_delta, 6)} ({config.relation})"
     epsilon = run.epsilon_beside(spent)
     if epsilon is not None:
         return f"Together with the whole plan of this run that is ε = {epsilon_text(epsilon)} {at}."
@@ -259,7 +259,7 @@ def with_run(others: Charges, run: PrivateRun) -> str:
     else:
         history = [*spent, *run.ledger.history()]
         epsilon = PLDAccountant().epsilon(history, delta, config.relation)
-    words = f"ε = {epsilon_text(epsilon)} at δ = {delta:g} ({config.relation})"
+    words = f"ε = {epsilon_text(epsilon)} at δ = {epsilon_text(delta, 6)} ({config.relation})"
     return f"Together with this run that is {words}."
 
 

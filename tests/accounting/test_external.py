@@ -252,6 +252,14 @@ def test_the_rdp_guard_stops_where_renyi_accounting_does(event):
     assert guard.claim(1e-5) == pytest.approx(3.0)
 
 
+def test_its_words_state_no_less_than_was_declared():
+    numbers = approximate(1.2345644, 1.2345644e-7), zcdp(0.12345644)
+    assert [each.declared for each in numbers] == [
+        "a table: (1.23457, 1.23457e-07)-DP (add_remove)",
+        "the census: 0.123457-zCDP (add_remove)",
+    ]
+
+
 def test_it_counts_once_wherever_it_is_declared(books, tmp_path):
     paths = []
     for _ in range(2):

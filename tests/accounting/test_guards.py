@@ -23,7 +23,7 @@ from lightning_dp.boundary import State
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.run import PrivateRun
-from lightning_dp.sampling import BatchPlan, FullBatch
+from lightning_dp.sampling import BatchPlan, FullBatch, Poisson
 from lightning_dp.schedules import AbstractAdaptiveSchedule
 from tests.zoo import private
 
@@ -225,6 +225,42 @@ def test_an_adaptive_run_resumes_with_its_state(
     assert saved["schedule"]["norm"] > 0
     assert second.steps >= first.steps
     assert epsilon(second._run.ledger.history(), DELTA) <= BUDGET
+
+
+@pytest.mark.parametrize("sampling", [FullBatch(), Poisson()])
+def test_a_smaller_budget_after_noise_chosen_at_run_time_is_refused(tmp_path, sampling):
+    """All of the larger one is what the earlier steps cost, whatever came out."""
+
+    def run_with(target: float) -> PrivateRun:
+        found = PrivateRun(
+            PrivacyConfig(
+                target_epsilon=target,
+                target_delta=DELTA,
+                noise_schedule=ByNorm(),
+                sampling=sampling,
+            )
+        )
+        found.use_batches(BatchPlan(1000, sampling.event(1.0, 0.1).pair[1], 1, 10))
+        return found
+
+    first = run_with(5.0)
+    first.start(20, World(), tmp_path)
+    params = [torch.zeros(3)]
+    first.mechanism.ask(params)
+    first.mechanism.tell(params)
+    state = first.state_dict()
+    first.stop()
+    assert first.epsilon == pytest.approx(5.0)
+    with pytest.raises(ValueError, match=r"target_epsilon=1.0: .* ε = 5.0"):
+        run_with(1.0).load_state_dict(state, tmp_path, World())
+    more, same = run_with(6.0), run_with(5.0)
+    for each in (more, same):
+        each.load_state_dict(state, tmp_path, World())
+    more.start(20, World(), tmp_path)
+    more.stop()
+    assert more.epsilon == pytest.approx(6.0)
+    with pytest.raises(ValueError, match=r"target_epsilon=5.0: .* ε = 6.0"):
+        same.start(20, World(), tmp_path)  # the other one has begun meanwhile
 
 
 def test_a_second_adaptive_fit_with_nothing_left_trains_nothing(fit):

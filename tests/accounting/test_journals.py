@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_dp.accounting import PoissonGaussian, calibrate, epsilon, sweep_history
+from lightning_dp.accounting import (
+    ApproximateDP,
+    PoissonGaussian,
+    calibrate,
+    epsilon,
+    sweep_history,
+)
 from lightning_dp.accounting.journal import Journal, JournalError
 from lightning_dp.accounting.ledger import neighbours, union
 
@@ -92,6 +98,26 @@ def test_a_run_that_several_files_know_of_counts_once(tmp_path, books):
     ledger.journal_path.unlink()
     with pytest.raises(JournalError, match="recover_journal"):
         sweep_history(saved)
+
+
+def test_federations_of_one_name_count_twice(tmp_path):
+    write(tmp_path / "1.journal", ONE, {"trial#0": [A]})
+    write(tmp_path / "2.journal", TWO, {"trial#0": [A]})
+    assert dict(sweep_history(tmp_path)) == {A: 2}
+
+
+def test_noise_chosen_at_run_time_counts_with_its_whole_budget(tmp_path):
+    """What came out does not bound what could have; of copies of a journal the larger one counts."""
+    write(tmp_path / "fixed.journal", TWO, {"c" * 16: [B]})
+    for name, budget in (("copy", 2.0), (ONE, 3.0)):
+        write(tmp_path / f"{name}.journal", ONE, {"a" * 16: [A]})
+        journal = Journal(tmp_path / f"{name}.journal", ONE)
+        journal.note("budget", budget, 1e-6, "add_remove")
+        journal.close()
+    whole = ApproximateDP(3.0, 1e-6, "add_remove", f"noise chosen at run time, ledger {ONE}")
+    assert dict(sweep_history(tmp_path)) == {B: 1, whole: 1}
+    state = {"id": ONE, "journal": str(tmp_path / f"{ONE}.journal"), "runs": {}}
+    assert sweep_history(checkpoint(tmp_path / "x.ckpt", state)) == [(whole, 1)]
 
 
 def test_what_is_not_a_record_is_refused(tmp_path):

@@ -635,6 +635,16 @@ def test_a_claim_that_falls_is_logged(tmp_path, log):
     assert line.getMessage().startswith("Client 1 claims epsilon 0.2 after inf")
 
 
+def test_a_claim_is_never_shown_rounded_down(tmp_path):
+    book, shown = Logbook(tmp_path, "trial", is_new=True), dict[str, float]()
+    book._writer.add_scalar = lambda name, value, step: shown.update({name: np.float32(value)})
+    book.add_reply(0, 1, {"epsilon": 0.70004}, answered=True)  # float32 has less
+    book.add_model(1, {})
+    assert book.line(1).startswith("Federation: 1 rounds are over; largest epsilon that a client ")
+    assert "claims 0.7001" in book.line(1)
+    assert all(shown[f"privacy/epsilon_{each}"] >= 0.70004 for each in ("client_1", "max"))
+
+
 # -- the page at the end -----------------------------------------------------------------------
 
 

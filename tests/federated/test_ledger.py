@@ -17,12 +17,16 @@ import numpy as np
 import pytest
 
 from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian
-from lightning_dp.accounting.journal import JournalError, read_release_file, release_path
+from lightning_dp.accounting.journal import (
+    JournalError,
+    read_alone,
+    read_release_file,
+    release_path,
+)
 from lightning_dp.federated import ledger as federated_ledger
 from lightning_dp.federated.ledger import Claims, ReleaseLedger, Spending, _epsilons
 from lightning_dp.federated.protocol import MessageError
 from lightning_dp.mechanism import BudgetExhausted
-from lightning_dp.report.files import read_alone
 from tests.federated.zoo import files, history
 
 EVENTS = [PoissonGaussian(2.0, 0.1 + 0.01 * i) for i in range(10)]

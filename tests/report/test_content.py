@@ -97,6 +97,8 @@ def test_the_first_line_is_the_claim(report_of):
     assert end == f"privacy: ε = {made} of 3 at δ = 1e-05 (add_remove) after 129 noised steps; " + (
         "isolation of records was not checked; report: x.json"
     )
+    line, end = first(delta=1.2345644e-5)  # no smaller δ is claimed either
+    assert "at δ = 1.23457e-05 (" in line and "at δ = 1.23457e-05 (" in end
     line, end = first(epsilon_of_plan=2.9988)
     assert (
         line.startswith("ε = 2.999 at")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -27,7 +29,8 @@ from lightning_dp.accounting import (
 from lightning_dp.accounting._pmf import node_of
 from lightning_dp.accounting.events import TruncatedGaussian, event_from_dict
 from lightning_dp.noise_plan import Budget
-from lightning_dp.sampling import BatchPlan
+from lightning_dp.sampling import AbstractSampling, BatchPlan
+from lightning_dp.schedules import AbstractAdaptiveSchedule, Exponential
 from lightning_dp.strategies.data import check_limit
 
 BATCHES = BatchPlan(1000, 0.05, chunks_per_step=1, steps_per_epoch=20)
@@ -202,6 +205,14 @@ def test_the_chance_of_the_limit_is_a_binomial_tail(limit, n, q):
     assert tail <= TruncatedGaussian(1.0, q, limit, n).chance_of_limit <= tail * (1 + 1e-5)
 
 
+@pytest.mark.parametrize("n", [2**31 - 1, 2**32 + 120, 10**10, 10**15])
+def test_the_chance_of_the_limit_is_right_for_any_number_of_records(n):
+    tail = scipy.stats.poisson(100).sf(109)  # of so many records a binomial number is one
+    assert TruncatedGaussian(1.0, 100 / n, 110, n).chance_of_limit == pytest.approx(tail, rel=1e-5)
+    steps = [(PoissonGaussian(0.05, 100 / n), n)]  # each with little noise
+    assert epsilon(steps, 1e-5) == pytest.approx(30_463.4, rel=1e-5)
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_pmf_has_mass_at_both_ends_whatever_the_chance(backward):
     """Moments are taken from there: with nothing at an end, what is outside would be lost."""
@@ -215,6 +226,46 @@ def test_zero_out_is_refused():
     for ask in (delta, epsilon):
         with pytest.raises(RefusedSetting, match=r"takes the place of another.*'add_remove' or"):
             ask([(TruncatedGaussian(1.0, 0.05, 65, 1000), 1)], 1e-5, "zero_out")
+
+
+@dataclass(frozen=True)
+class Own(AbstractSampling):
+    """A limit of one's own, whose event costs less than its pair."""
+
+    has_pairs: ClassVar[bool] = False
+
+    def draw(self, shard_size, sample_rate, rng):
+        return Poisson().draw(shard_size, sample_rate, rng)[:65]
+
+    def event(self, noise_multiplier, sample_rate):
+        return TruncatedGaussian(noise_multiplier, sample_rate, 65, 1000)
+
+
+@dataclass(frozen=True)
+class AtRunTime(AbstractAdaptiveSchedule):
+    """Chooses the noise at run time."""
+
+    def __call__(self, step):
+        return 1.0
+
+    def init(self):
+        return {}
+
+    def now(self, state, step):
+        return 1.0
+
+    def observe(self, state, released):
+        return state
+
+
+@pytest.mark.parametrize("sampling", [LIMITED, Own()])
+@pytest.mark.parametrize("schedule", [Exponential(0.1), AtRunTime()])
+def test_noise_that_changes_is_refused(sampling, schedule):
+    """No guard adds up what is no pair, so nothing would keep noise chosen at run time to a budget."""
+    with pytest.raises(ValueError, match="needs the same noise"):
+        PrivacyConfig(
+            target_epsilon=1.0, target_delta=1e-5, sampling=sampling, noise_schedule=schedule
+        )
 
 
 # -- in a plan -------------------------------------------------------------------------------------------

@@ -21,8 +21,10 @@ from lightning_dp.accounting import (
     recover_journal,
     sweep_history,
 )
-from lightning_dp.accounting.journal import JournalError
+from lightning_dp.accounting.journal import JournalError, read_written
 from lightning_dp.estimators import CubicNewton, MeanGradient, Storm, Traits
+from lightning_dp.report.files import in_checkpoint
+from lightning_dp.report.run_report import report_of_run
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import BatchPlan
 from lightning_dp.schedules import (
@@ -268,7 +270,18 @@ def test_noise_chosen_at_run_time_needs_a_bound_from_its_user(tmp_path):
     with pytest.raises(ValueError, match=r"costliest=1.5 must be an event"):
         recover_journal(tmp_path / "a.ckpt", tmp_path / "new", 9, 1.5)
     path = recover_journal(tmp_path / "a.ckpt", tmp_path / "new", 9, Gaussian(1.0))
-    assert (Gaussian(1.0), 9) in sweep_history(path)
+    assert (Gaussian(1.0), 9) in read_written(path).runs.history()
+
+
+def test_a_recovered_journal_promises_the_whole_budget_of_noise_chosen_at_run_time(tmp_path):
+    steps = Steps(tmp_path / "old", noise_schedule=AtRunTime(), target_epsilon=8.0)
+    run = steps.make(steps.begin(), SAVED)
+    state = {**run.state_dict(), "report": in_checkpoint(report_of_run(run))}
+    torch.save({"lightning_dp": state}, tmp_path / "a.ckpt")
+    promised = read_written(run.ledger.journal_path).budget
+    lose(run)
+    path = recover_journal(tmp_path / "a.ckpt", tmp_path / "new", 9, Gaussian(1.0))
+    assert read_written(path).budget == promised is not None
 
 
 def test_a_checkpoint_of_an_older_version_needs_a_bound_from_its_user(tmp_path):
