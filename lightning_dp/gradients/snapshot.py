@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 import io
+import pickle
 import random
 import sys
 import types
@@ -200,7 +201,7 @@ _ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size}
 )
 _CODE = frozenset(
-    {types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, partial}
+    {types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType}
 )
 _PLAIN = _ATOMS | _CODE
 _INNER: dict[Hashable, Kind] = {
@@ -233,9 +234,10 @@ class Snapshot:
     data module and of the ``collate_fn``, the settings of optimizers, learning-rate schedulers, and the
     states of random generators in attributes. It looks into lists, tuples, dictionaries, sets, deques,
     tensors, arrays and objects of the user's own classes: those of the module's package, and of no
-    installed library.
-    Global variables, closures, slots, callbacks and data sets are no part of it;
-    neither are tensors above 64 MiB that are no buffers, and containers of more than 20,000 items.
+    installed library. Another object in the place of one that is not looked into is compared by its
+    content, as it is pickled.
+    Global variables, closures, callbacks and data sets are no part of it; neither is what changes inside
+    a library's object, a tensor above 64 MiB that is no buffer, or a container of more than 20,000 items.
 
     Example:
         >>> from lightning.pytorch import LightningModule
@@ -294,10 +296,7 @@ class Snapshot:
                 part.fill(part.content)
 
     def differences(self, other: Snapshot) -> tuple[Difference, ...]:
-        """Return where two snapshots of one module differ, each name once; NaN is equal to itself.
-
-        Of objects that are not looked into, only the type counts.
-        """
+        """Return where two snapshots of one module differ, each name once; NaN is equal to itself."""
         return tuple(dict.fromkeys(self.differing_values(other).values()))
 
     def differing_values(self, other: Snapshot) -> dict[Path, Difference]:
@@ -308,7 +307,7 @@ class Snapshot:
             mine, its = {**self._still.parts, **mine}, {**other._still.parts, **its}
         for path in [path for path in mine if path in its]:
             with suppress(Exception):  # of objects that do not let themselves be compared
-                found |= mine[path].differing(its[path], path)
+                found |= mine[path].differing(its[path], path, mine.keys() & its.keys())
         return found
 
     def value_at(self, path: Path) -> Any:
@@ -475,8 +474,8 @@ class _Part:
     def fill(self, content: Any) -> None:
         """Give the object this content."""
         owner = self.owner
-        if isinstance(owner, _ClassValues):
-            owner = _ClassValues(owner.kind)  # of now
+        if isinstance(owner, _Fields):
+            owner = owner.now()
         if isinstance(owner, Tensor):
             _write(owner, content)
         elif isinstance(owner, np.ndarray):
@@ -495,13 +494,15 @@ class _Part:
             owner.clear()
             (owner.update if isinstance(owner, set) else owner.extend)(content)
 
-    def differing(self, other: _Part, path: Path) -> dict[Path, Difference]:
-        """Return the paths of values that differ, those of parts left out."""
+    def differing(
+        self, other: _Part, path: Path, parts: Collection[Path]
+    ) -> dict[Path, Difference]:
+        """Return the paths of values that differ, without what differs inside of these parts."""
         a, b = self.content, other.content
         whole = Difference(self.name, self.kind)
         if not self.is_container or isinstance(self.owner, set):
             key = (...,) if self.is_container else ()
-            return {} if is_same_content(a, b) else {(*path, *key): whole}
+            return {} if _is_alike(a, b) else {(*path, *key): whole}
         if a is b or _are_same_objects(a, b):
             return {}
         mine, its = dict(self.items()), dict(other.items())
@@ -510,7 +511,7 @@ class _Part:
         return {
             (*path, key): Difference(self.name_of(key), self.kind)
             for key in dict.fromkeys([*mine, *its])
-            if not _is_same(mine.get(key, ...), its.get(key, ...))
+            if not _is_same(mine.get(key, ...), its.get(key, ...), (*path, key) in parts)
         }
 
     def name_of(self, key: Hashable) -> str:
@@ -560,7 +561,7 @@ class _Still:
                 for p, part in found.items()
             )
             was_moving = earlier is not None and path in earlier.moving
-            is_plain = all(isinstance(part.owner, dict | list) for part in found.values())
+            is_plain = all(_is_seen(part.owner) for part in found.values())
             if path and is_plain and not has_changed and not was_moving:
                 parts |= found
             else:
@@ -590,28 +591,51 @@ def _modules_in(
                 yield from _modules_in((*path, "_modules", key), dotted, inner, met)
 
 
-class _ClassValues(dict[str, Any]):
-    """The values that all objects of a class share; ``vars`` of a class cannot be written to."""
+def _is_seen(owner: Any) -> bool:
+    """Return whether an object shows what is put into it, by its items."""
+    return isinstance(owner, dict | list) and not isinstance(owner, _Fields)
 
-    def __init__(self, kind: type) -> None:
-        self.kind = kind
-        super().__init__(
-            (name, value)
-            for name, value in vars(kind).items()
-            if not (name.startswith("__") or callable(value) or hasattr(value, "__get__"))
-        )
+
+class _Fields(dict[str, Any]):
+    """The values that all objects of a class share, or that an object has in slots and attributes.
+
+    ``vars`` of a class cannot be written to, and of an object with slots it has not all.
+
+    Args:
+        of: the class, or the object.
+    """
+
+    def __init__(self, of: Any) -> None:
+        self.of, held = of, getattr(of, "__dict__", {})
+        if isinstance(of, type):
+            super().__init__((n, v) for n, v in held.items() if not _is_of_code(n, v))
+            return
+        slots = (vars(each).get("__slots__", ()) for each in type(of).__mro__)
+        names = chain.from_iterable((s,) if isinstance(s, str) else s for s in slots)
+        in_slots = {name: getattr(of, name) for name in names if hasattr(of, name)}
+        super().__init__({**held, **in_slots})
+
+    def now(self) -> _Fields:
+        """Return the values of now."""
+        return _Fields(self.of)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self.kind, name, value)
+        kind: Any = type if isinstance(self.of, type) else object  # also of a frozen dataclass
+        kind.__setattr__(self.of, name, value)
 
     def __delitem__(self, name: str) -> None:
-        delattr(self.kind, name)
+        kind: Any = type if isinstance(self.of, type) else object
+        kind.__delattr__(self.of, name)
+
+
+def _is_of_code(name: str, value: Any) -> bool:
+    return name.startswith("__") or callable(value) or hasattr(value, "__get__")
 
 
 def _parts_of_classes(kind: type) -> Iterator[tuple[Path, _Part]]:
     """Yield what all objects of the user's classes share."""
     for each in kind.__mro__[: -len(LightningModule.__mro__)]:
-        yield (each.__qualname__,), _Part(_ClassValues(each), "", "attribute", is_named=True)
+        yield (each.__qualname__,), _Part(_Fields(each), "", "attribute", is_named=True)
 
 
 def _frozen(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -670,15 +694,23 @@ class _Walk:
             return value if len(value) <= _LONG else None
         if isinstance(value, OWN_GENERATORS):
             return value
+        return self.attributes_in(value)
+
+    def attributes_in(self, value: Any) -> Any:
+        """Return the attributes of an object of the user's; of others None."""
         is_known = isinstance(value, LRScheduler | types.SimpleNamespace)
-        return vars(value) if is_known or _is_of_user(type(value), self.packages) else None  # type: ignore[arg-type]
+        kind: Any = type(value)
+        if not (is_known or _is_of_user(kind, self.packages)):
+            return None
+        return _Fields(value) if _has_slots(kind) else vars(value)
 
 
 def _add(parts: _Parts, path: Path, part: _Part, walk: _Walk, depth: int = 0) -> None:
     """Add a part, and those inside it, each object once; registered modules are for others."""
-    if id(part.owner) in walk.met or depth > _DEPTH:
+    place = id(part.owner.of if isinstance(part.owner, _Fields) else part.owner)
+    if place in walk.met or depth > _DEPTH:
         return
-    walk.met.add(id(part.owner))
+    walk.met.add(place)
     parts[path] = part
     if path[-1:] == ("_modules",):
         return
@@ -695,6 +727,10 @@ def _add(parts: _Parts, path: Path, part: _Part, walk: _Walk, depth: int = 0) ->
                 kind = "random" if isinstance(value, OWN_GENERATORS) else kind
                 found = _Part(owner, name, kind, is_named=is_named)
                 _add(parts, (*path, key), found, walk, depth + 1)
+                own = walk.attributes_in(value) if owner is value else None  # of a list, say
+                if own is not None:
+                    found = _Part(own, name, kind, is_named=True)
+                    _add(parts, (*path, key, "__dict__"), found, walk, depth + 1)
 
 
 @cache
@@ -707,6 +743,11 @@ def _is_of_user(kind: type, packages: frozenset[str]) -> bool:
     if file is None or package == "lightning_dp" or package in sys.stdlib_module_names:
         return False
     return not {"site-packages", "dist-packages"} & set(PurePath(file).parts)
+
+
+@cache
+def _has_slots(kind: type) -> bool:
+    return any(vars(each).get("__slots__") for each in kind.__mro__)
 
 
 def _package(kind: type) -> str:
@@ -765,13 +806,43 @@ def _is_plain(value: Any) -> bool:
     return kind in _PLAIN or (kind is tuple and all(map(_is_plain, value)))
 
 
-def _is_same(a: Any, b: Any) -> bool:
-    """Compare plain values; of other objects, which are compared as parts, only the type."""
+def _is_same(a: Any, b: Any, is_part: bool) -> bool:
+    """Compare two values; of those that are compared as parts, only the type."""
     if a is b or type(a) in _CODE:
         return True
     if type(a) is not type(b):
         return False
     if type(a) is tuple and _is_plain(a) and _is_plain(b):
-        return len(a) == len(b) and all(map(_is_same, a, b))
-    is_value = type(a) in _ATOMS or isinstance(a, enum.Enum | np.generic)
-    return not is_value or bool(a == b or (a != a and b != b))
+        return len(a) == len(b) and all(_is_same(*pair, False) for pair in zip(a, b, strict=True))
+    if type(a) in _ATOMS or isinstance(a, enum.Enum | np.generic):
+        return bool(a == b or (a != a and b != b))
+    return is_part or _is_alike(a, b)
+
+
+def _is_alike(a: Any, b: Any) -> bool:
+    """Compare contents, as they are pickled if need be; what nobody can compare is alike."""
+    with suppress(Exception):
+        if is_same_content(a, b):
+            return True
+    with suppress(Exception):
+        return _pickled(a) == _pickled(b)
+    return True
+
+
+class _ByContent(pickle.Pickler):
+    """Writes equal tensors alike, which torch's own way does not, and no models or data sets."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how a dense tensor is written; others hold dense ones."""
+        if isinstance(value, nn.Module | Dataset | DataLoader):
+            raise TypeError
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return NotImplemented
+        content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        return tuple, ([value.shape, value.dtype, content],)
+
+
+def _pickled(value: Any) -> bytes:
+    written = io.BytesIO()
+    _ByContent(written).dump(value)
+    return written.getvalue()

@@ -8,6 +8,8 @@ import math
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +17,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.distributions import Normal
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dp.gradients.snapshot import (
@@ -45,6 +48,19 @@ class Ring:
         self.start, self.rows = 0, torch.zeros(3)
 
 
+@dataclass(slots=True)
+class Running:
+    """What ``attrs.define`` makes, too."""
+
+    mean: float = 0.0
+
+
+class Reservoir(list):
+    """A list that counts what it was shown."""
+
+    seen = 0
+
+
 class Model(LightningModule):
     def __init__(self):
         super().__init__()
@@ -59,6 +75,10 @@ class Model(LightningModule):
         self.array, self.tensor = np.zeros(3), torch.ones(2)
         self.bank, self.ring = Bank(), Ring()
         self.bank.me = self.bank  # a circle
+        self.running, self.reservoir = Running(), Reservoir([0.0])
+        self.prior, self.labels = Normal(0.0, 1.0), frozenset("a")
+        self.share, self.adjacency = Fraction(1, 2), torch.eye(2).to_sparse()
+        self.many, self.scaled = [0.0] * 30_000, partial(max, 1.0)
         self.generator, self.numpy = torch.Generator(), np.random.default_rng(0)
         self.legacy, self.python = np.random.RandomState(0), random.Random(0)
         self.teachers = [nn.Sequential(nn.Linear(2, 2))]
@@ -97,6 +117,18 @@ CHANGES = {
     "dataclass": (lambda m: m.bank.rows.append(1), "bank.rows"),
     "number in an object": (lambda m: setattr(m.ring, "start", 2), "ring.start"),
     "tensor in an object": (lambda m: m.ring.rows.add_(1), "ring.rows"),
+    "number in a slot": (lambda m: setattr(m.running, "mean", 2.0), "running.mean"),
+    "attribute of a list": (lambda m: setattr(m.reservoir, "seen", 2), "reservoir.seen"),
+    "item of a list with attributes": (lambda m: m.reservoir.append(1.0), "reservoir"),
+    "another object of a library's": (lambda m: setattr(m, "prior", Normal(1.0, 1.0)), "prior"),
+    "another frozen set": (lambda m: setattr(m, "labels", m.labels | {"b"}), "labels"),
+    "another fraction": (lambda m: setattr(m, "share", Fraction(1, 3)), "share"),
+    "another sparse tensor": (
+        lambda m: setattr(m, "adjacency", torch.ones(2, 2).to_sparse()),
+        "adjacency",
+    ),
+    "other arguments": (lambda m: setattr(m, "scaled", partial(max, 2.0)), "scaled"),
+    "another long list": (lambda m: setattr(m, "many", [1.0] * 30_000), "many"),
     "torch generator": (lambda m: torch.rand(1, generator=m.generator), "generator", "random"),
     "numpy generator": (lambda m: m.numpy.random(), "numpy", "random"),
     "numpy's old generator": (lambda m: m.legacy.rand(), "legacy", "random"),
