@@ -88,7 +88,7 @@ FAULTS = (
         "half_the_rate_charged", "sampled_gaussian(noise_multiplier, sample_rate", "/ 2", "schemes"
     ),
     Fault("limit_not_kept", "if len(drawn) <= self.limit", "* 2"),
-    Fault("pushed_out_records_forgotten", "self.sample_rate)) * (1 + 1e-6", ") * (0"),
+    Fault("pushed_out_records_forgotten", "return min(1.0, tail * (1 + 1e-6))", "* 0"),
     Fault("pushed_out_records_count_once", "return self.noise_multiplier / 2", "* 2"),
     Fault(
         "allocated_to_twice_the_steps",

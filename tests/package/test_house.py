@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FILES, LINES, STEP = 122, 40_717, 46  # the callback names each argument
+FILES, LINES, STEP = 120, 40_800, 46  # state in slots, and of objects put anew, is seen
 
 
 def house():
