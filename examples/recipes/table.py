@@ -20,8 +20,9 @@ from lightning_dp.accounting import epsilon_text
 FOLDER = "python examples/recipes/"
 KEPT = Path(__file__).with_name("results")
 ORDER = (
-    *("mnist_linear", "mnist_network", "cifar10_linear", "a9a_linear", "california_network"),
-    *("text_classifier", "public_to_private", "from_scratch", "federation"),
+    *("mnist_linear", "mnist_linear_2", "mnist_linear_1", "mnist_network", "cifar10_linear"),
+    *("a9a_linear", "california_network", "text_classifier"),
+    *("public_to_private", "from_scratch", "federation"),
 )
 HEADER = (
     *("data and model", "records", "at the start", "private", "ε, δ"),
