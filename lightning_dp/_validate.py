@@ -103,7 +103,7 @@ def one_of(choices: Sequence[str]) -> Check:
 def one_line(name: str, value: object, *, of: str | None = None) -> str:
     """Return a text of one printable line, without spaces around it: a user's own words."""
     if not isinstance(value, str):
-        raise TypeError(f"{shown(name, value, of)} must be a text.")
+        raise TypeError(f"{shown(name, value, of)} must be a string.")
     if not (text := value.strip()).isprintable() or not text:
         raise ValueError(f"{shown(name, value, of)} must be one line of text.")
     return text

@@ -177,7 +177,8 @@ class Mechanism:
         """
         if self.exhausted:
             raise BudgetExhausted(
-                f"The privacy budget does not allow another step after {self.ledger.steps}."
+                f"The privacy budget does not allow another step after {self.ledger.steps}. Stop at "
+                "Mechanism.exhausted, or raise target_epsilon."
             )
         if self.plan.is_block and self.is_begun:
             raise RefusedRun(

@@ -91,7 +91,7 @@ def check_relation(relation: str) -> float:
     if isinstance(relation, str) and relation in _FACTORS:
         return _FACTORS[relation]
     raise ValueError(
-        f"relation must be 'add_remove', 'replace_one' or 'zero_out', got {reprlib.repr(relation)}."
+        f"relation={reprlib.repr(relation)} must be 'add_remove', 'replace_one' or 'zero_out'."
     )
 
 

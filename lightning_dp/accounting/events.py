@@ -604,7 +604,7 @@ def _words(name: str, value: object, *, of: str | None = None) -> str:
 
 def _text(name: str, value: object, *, of: str | None = None) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{name}={value!r} must be a text.")
+        raise ValueError(f"{name}={value!r} must be a string.")
     return value
 
 

@@ -509,7 +509,7 @@ class Journal:
         if written.ledger_id != ledger_id:
             raise JournalError(
                 f"The privacy journal {self.path} belongs to ledger {written.ledger_id}, not to "
-                f"{ledger_id}.",
+                f"{ledger_id}. Put the right file back.",
                 topic="journal-behind",
             )
         self.runs = written.runs

@@ -348,7 +348,7 @@ def _read_complete(
         if each.ledger_id != ledger_id:
             raise JournalError(
                 f"The privacy journal {each.path} belongs to ledger {each.ledger_id}, not to "
-                f"{ledger_id}.",
+                f"{ledger_id}. Put the right file back.",
                 topic="journal-behind",
             )
         written.runs.merge(each.runs)

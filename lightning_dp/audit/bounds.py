@@ -52,7 +52,8 @@ def one_run_p_value(
     epsilon, delta = number("epsilon", epsilon), number("delta", delta)
     if not 0 <= correct <= guesses <= canaries:
         raise ValueError(
-            f"Need 0 <= correct <= guesses <= canaries; got {correct}, {guesses}, {canaries}."
+            f"correct={correct}, guesses={guesses}, canaries={canaries}: must be 0 <= correct <= "
+            "guesses <= canaries."
         )
     if not (epsilon >= 0 and 0 <= delta <= 1):
         raise ValueError(f"epsilon={epsilon} must be at least 0 and delta={delta} in [0, 1].")

@@ -233,7 +233,10 @@ def _run(
     trainer = Trainer(**{**quiet, **arguments}, callbacks=[*callbacks, _Install(run, canaries)])
     trainer.fit(module, data.loader(loader))
     if not canaries.seen:
-        raise ValueError(f"trainer={arguments} made no step, so there is nothing to audit.")
+        raise ValueError(
+            f"trainer={arguments} made no step, so there is nothing to audit. Give max_steps or "
+            "max_epochs of at least 1."
+        )
     return run
 
 

@@ -269,7 +269,7 @@ class AsyncPlan(RoundPlan):
     def update_size(self, size: int) -> int:
         keep = size if self.keep is None else self.keep
         if not keep <= size:
-            raise ValueError(f"keep={keep} of {size} coordinates.")
+            raise ValueError(f"keep={keep}: the model has {size} coordinates. Keep at most all.")
         return keep
 
     def factor(self, i: int, size: int) -> float:

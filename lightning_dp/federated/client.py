@@ -229,9 +229,8 @@ def check_engine(records: Records, estimator: AbstractEstimator) -> None:
     """Raise UnsupportedModelError if the records' model cannot answer the estimator's queries."""
     if estimator.traits.uses_hessian and not getattr(records, "has_products", True):
         raise UnsupportedModelError(
-            f"{type(estimator).__name__} needs Hessian-vector products, which only the "
-            "'layers' engine computes. Use LocalRecords(engine='layers') to see what it "
-            "does not support in this model.",
+            f"{type(estimator).__name__} needs Hessian-vector products, which the engine of these "
+            "records does not have. Use LocalRecords(engine='auto').",
             topic="hessian-products",
         )
 

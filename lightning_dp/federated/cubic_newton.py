@@ -250,7 +250,9 @@ class CubicNewtonClient(RoundClient):
     def read(self, request: Message) -> PlannedRelease:
         planned, dtype = super().read(request), request.tensor("model").dtype
         if dtype not in (torch.float32, torch.float64):
-            raise MessageError(f"The model is of {dtype}; DP-FCRN needs float32 or float64.")
+            raise MessageError(
+                f"The model is of {dtype}; DP-FCRN needs float32 or float64. Call model.float()."
+            )
         return planned
 
     def update(

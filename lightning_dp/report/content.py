@@ -223,14 +223,17 @@ class PrivacyReport:
         known = {each.name: each for each in fields(cls)}
         if unknown := sorted(values.keys() - known):
             raise RefusedSetting(
-                f"The privacy report has unknown fields: {unknown}. A later version may have them.",
+                f"The privacy report has unknown fields: {unknown}. Read it with the version of "
+                "lightning-dp that wrote it.",
                 topic="other-version",
             )
         absent = [each for name, each in known.items() if name not in values]
         if missing := [
             each.name for each in absent if each.default is each.default_factory is MISSING
         ]:
-            raise ValueError(f"The privacy report lacks fields: {missing}.")
+            raise ValueError(
+                f"The privacy report lacks fields: {missing}. Give the file as it was written."
+            )
         types = get_type_hints(cls)
         return cls(**{name: _read(types[name], name, value) for name, value in values.items()})
 

@@ -168,8 +168,7 @@ def check_estimator(
     if traits.uses_hessian and not step.engine.passes.engine.has_products:
         raise MisconfigurationError(
             f"{estimator} needs Hessian-vector products, which this engine does not have: "
-            f"{step.engine.choice.description}. Use engine='layers', and change a layer that it "
-            "does not cover.",
+            f"{step.engine.choice.description}. Use engine='auto'.",
             topic="hessian-products",
         )
     if optimizers.public and engine not in ("auto", "layers", "bookkeeping", "one_by_one"):

@@ -80,7 +80,7 @@ def test_the_bound_is_where_the_p_value_crosses():
     "arguments", [(10, 11, 5, 1.0, 0.0), (10, 5, 6, 1.0, 0.0), (9, 9, 9, math.nan, 0.0)]
 )
 def test_what_cannot_be_is_refused(arguments):
-    with pytest.raises(ValueError, match=r"Need 0 <=|must be at least 0"):
+    with pytest.raises(ValueError, match=r"must be 0 <=|must be at least 0"):
         one_run_p_value(*arguments)
 
 
