@@ -121,13 +121,15 @@ class Ledger:
             directory: where a new journal goes.
 
         Raises:
-            JournalError: if the journal is in use, damaged, or of another ledger.
+            JournalError: if the journal is in use, missing, damaged, or of another ledger.
             VoidedRunError: if a run of this ledger was voided.
         """
         self.end()
         self._refuse_voided()
         if directory is not None:
-            path = self.journal_path or directory / f"{self.id}.journal"
+            path = directory / f"{self.id}.journal"
+            if self.journal_path is not None:  # a lost one is not to be replaced by what is known
+                path = _find(self.journal_path, directory)[0]
             journal = Journal(path.absolute(), self.id)
             self.merge(journal.runs)
             self.weights |= journal.content.weights
@@ -331,8 +333,8 @@ def _find(recorded: Path, directory: Path) -> list[Path]:
     if found := [path for path in paths if path.exists()]:
         return found
     raise JournalError(
-        f"The checkpoint's privacy journal {recorded} is missing (also in {directory}). Without "
-        "it, steps made after the checkpoint would be forgotten. Copy it back, or put it into the "
+        f"The privacy journal {recorded} is missing (also in {directory}). Without it, steps made "
+        "after the checkpoint, or by others, would be forgotten. Copy it back, or put it into the "
         "folder given as ledger_dir. If it is lost, bound the loss and write a new one with "
         "lightning_dp.accounting.recover_journal(checkpoint_path, directory, unrecorded_steps).",
         topic="journal-missing",
