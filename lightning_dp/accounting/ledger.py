@@ -78,6 +78,7 @@ class Ledger:
         self.weights: set[str] = set()  # fingerprints of weights that were released
         self.latest_weights: tuple[str, ...] = ()
         self.budget: ApproximateDP | None = None  # of runs whose noise was chosen at run time
+        self.order: float | None = None  # at which it is kept, where that is a Rényi order
         self.is_replanned = False  # the noise of a run was planned after steps of others
         self.crashed: PlannedRun | None = None  # that whose checkpoint was restored last
         self.began: datetime | None = None  # at the first charge that this object saw
@@ -175,7 +176,8 @@ class Ledger:
 
         Args:
             kind: ``journal.DATA`` (number of records, name or None), or
-                ``BUDGET`` (ε, δ, relation; noise is chosen at run time); others have their method.
+                ``BUDGET`` (ε, δ, relation, and a Rényi order or nothing; noise is chosen at run time);
+                others have their method.
             content: plain values.
         """
         if self._journal is None:
@@ -254,7 +256,7 @@ class Ledger:
     def _note_promises(self, written: JournalContent) -> None:
         self.is_replanned |= any(plan.is_replanned for plan in written.plans.values())
         written.include_budget(self.budget)
-        self.budget = written.budget
+        self.budget, self.order = written.budget, self.order or written.order
 
     def mirror(self, state: dict[str, Any]) -> None:
         """Become a copy of the lead process's record (the other processes)."""
@@ -355,6 +357,7 @@ def _read_complete(
             )
         written.runs.merge(each.runs)
         written.include_budget(each.budget)
+        written.order = written.order or each.order
     for run in runs:
         if runs.is_ahead_of(run, written.runs):
             raise JournalError(
