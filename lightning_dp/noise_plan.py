@@ -17,6 +17,7 @@ from lightning_dp.accounting import StreamingRDPAccountant
 from lightning_dp.accounting.base import AbstractAccountant, Relation
 from lightning_dp.accounting.events import AbstractEvent, History, noise_together
 from lightning_dp.accounting.guards import AbstractGuard, FixedGuard, GDPGuard, RDPGuard
+from lightning_dp.accounting.rdp import OneOrderAccountant
 from lightning_dp.accounting.steps import (
     AbstractPairPlan,
     FloatArray,
@@ -267,12 +268,14 @@ class Budget:
         batches: how batches are made.
         spent: everything that was charged before.
         processes: that share each batch.
+        order: of Rényi, at which earlier runs whose noise was chosen at run time kept to it.
     """
 
     config: PrivacyConfig
     batches: BatchPlan
     spent: History
     processes: int = 1
+    order: float | None = None
 
     def plan(self, scale: float, step: int = 0, planned_steps: float = math.inf) -> NoisePlan:
         """The plan whose noise multiplier is ``scale`` where the schedule's shape is 1.
@@ -350,8 +353,13 @@ class Budget:
         """The accountant that calibrates the noise, which the guard enforces."""
         full = self.batches.sample_rate == 1 and self._spent_on_full_batches
         if self.config.is_adaptive and not full:
-            return StreamingRDPAccountant()
+            return self._of_orders
         return self.config.accountant
+
+    @property
+    def _of_orders(self) -> AbstractAccountant:
+        """The accountant of all Rényi orders, or of the one that is fixed."""
+        return StreamingRDPAccountant() if self.order is None else OneOrderAccountant(self.order)
 
     @property
     def _spent_on_full_batches(self) -> bool:
@@ -413,9 +421,10 @@ class Budget:
             return GDPGuard(*budget)
         if not config.is_adaptive:
             return FixedGuard(affordable)
-        fits = self._affordable(plan, step, planned_steps, StreamingRDPAccountant())
+        fits = self._affordable(plan, step, planned_steps, self._of_orders)
         # The order is the optimum of all that fits; where nothing does, the first step's will do.
-        return RDPGuard(*budget, merge_arrays(*plan.later(step).pairs(0, max(1, fits))))
+        expected = merge_arrays(*plan.later(step).pairs(0, max(1, fits)))
+        return RDPGuard(*budget, expected, self.order)
 
 
 def costliest_events(plan: NoisePlan, step: int, end: float) -> dict[str, Any] | None:

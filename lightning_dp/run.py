@@ -383,11 +383,15 @@ class PrivateRun:
         if not world.is_lead:
             self.ledger.mirror(record)
             self.ledger.begin(run)
+        self.ledger.order = world.broadcast(self.ledger.order)
         self._fit = fit = self._planned_fit(planned_steps, world, steps_before)
         self.mechanism = fit.mechanism
         target = self.config.target_epsilon
         if target is not None and self.is_adaptive and world.is_lead:
-            self.ledger.note(BUDGET, target, self.config.target_delta, self.config.relation)
+            self.ledger.order = self.ledger.order or fit.mechanism.guard.order
+            order = () if self.ledger.order is None else (self.ledger.order,)
+            at = (self.config.target_delta, self.config.relation)
+            self.ledger.note(BUDGET, target, *at, *order)
         if target is not None and self.config.noise_multiplier is None and world.is_lead:
             is_replanned = self._is_replanned(fit.mechanism)
             self.ledger.note_plan(target, int(fit.end), is_replanned=is_replanned)
@@ -472,7 +476,7 @@ class PrivateRun:
             raise RefusedRun(
                 "PrivateRun.use_batches() must come before a plan is made.", topic="out-of-order"
             )
-        return Budget(self.config, self.batches, spent, self._processes)
+        return Budget(self.config, self.batches, spent, self._processes, self.ledger.order)
 
     def _state_to_continue(self, steps_before: int) -> dict[str, Any] | None:
         """Return the mechanism's state from the checkpoint, or from this Trainer's fit before."""

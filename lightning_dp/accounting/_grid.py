@@ -38,7 +38,14 @@ from lightning_dp.accounting._pmf import LossPmf, Node, cached_pmf
 from lightning_dp.accounting.base import check_relation
 from lightning_dp.accounting.events import AbstractEvent, History
 from lightning_dp.accounting.gdp import HUGE, gdp_epsilon
-from lightning_dp.accounting.steps import EventPlan, FloatArray, Steps, merge, pairs_of
+from lightning_dp.accounting.steps import (
+    ALL_NOISE,
+    EventPlan,
+    FloatArray,
+    Steps,
+    merge,
+    pairs_of,
+)
 
 IntArray = NDArray[np.int64]
 
@@ -518,7 +525,7 @@ class Run:
         pairs = np.append(table[:, 0], more[0]) + 1j * np.append(table[:, 1], more[1])
         known, numbers = np.unique(pairs, return_inverse=True)
         return cls(
-            known.real.copy(),
+            np.minimum(known.real, ALL_NOISE),
             known.imag.copy(),
             np.asarray(numbers.reshape(-1), dtype=np.int64),
             np.append(counts, np.ones(more[0].size)),

@@ -277,9 +277,10 @@ def _last_affordable(cost: Callable[[int], float], limit: int, epsilon: float) -
     while high - low > 1:
         turn += 1
         middle = (low + high) // 2
-        if turn % 3 and 0 < low_cost < high_cost < math.inf:
+        ratio = high / max(low, 1)  # 1.0 where floats cannot tell the two apart
+        if turn % 3 and 0 < low_cost < high_cost < math.inf and ratio > 1:
             # epsilon grows about like a power of n between the two ends.
-            power = math.log(high_cost / low_cost) / math.log(high / low)
+            power = math.log(high_cost / low_cost) / math.log(ratio)
             middle = int(low * (epsilon / low_cost) ** (1 / power))
             # Once close, ask on both sides of the estimate to close the bracket.
             middle += turn % 2

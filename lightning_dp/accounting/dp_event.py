@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_dp.accounting.events import ZCDP, AbstractEvent, History
+from lightning_dp.accounting.events import ZCDP, AbstractEvent, History, check_history
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -25,7 +25,7 @@ def to_dp_event(history: History) -> DpEvent:
 
     Raises:
         TypeError: for an event that is neither.
-        ValueError: for zCDP under another relation, which says nothing about this one.
+        ValueError: for no history; for zCDP under another relation, which says nothing about this one.
 
     Example:
         >>> from lightning_dp.accounting import PoissonGaussian
@@ -47,5 +47,6 @@ def to_dp_event(history: History) -> DpEvent:
         release = theirs.GaussianDpEvent(noise_multiplier)
         return release if sample_rate == 1 else theirs.PoissonSampledDpEvent(sample_rate, release)
 
-    composed = [theirs.SelfComposedDpEvent(one(event), count) for event, count in history]
+    entries = check_history(history)
+    composed = [theirs.SelfComposedDpEvent(one(event), count) for event, count in entries]
     return theirs.ComposedDpEvent(composed)

@@ -23,6 +23,8 @@ class AbstractGuard(ABC):
 
     name: str
     description: str
+    order: float | None = None
+    """The Rényi order that it counts at, which no later guard of the ledger may change."""
 
     @abstractmethod
     def fits(self, next_event: Callable[[], AbstractEvent]) -> bool:
@@ -141,7 +143,8 @@ class RDPGuard(AbstractGuard):
     """Noise chosen at run time under Poisson sampling: one Rényi order, fixed before the start.
 
     Refuses the step if Σ ρ_t(α*) + ρ_next(α*) > B, with B = ε - log(1 - 1/α*) + (log δ + log α*)/(α* - 1)
-    (Canonne, Kamath and Steinke, arXiv:2004.00010v4, Proposition 12). α* is the optimum of the plan.
+    (Canonne, Kamath and Steinke, arXiv:2004.00010v4, Proposition 12). α* is the optimum of the first
+    plan: one that a later run chose could follow from what was released.
     δ is what declared guarantees leave of it.
     Costs 6 to 7.5 % more noise than a plan fixed in advance.
 
@@ -150,6 +153,7 @@ class RDPGuard(AbstractGuard):
         relation: the neighbouring relation.
         spent: what ran before.
         plan: what is expected to run and fits into the budget, all of it: for choosing the order.
+        order: that of an earlier guard over the same ledger; None if this is the first one.
     """
 
     name = "rdp"
@@ -161,14 +165,16 @@ class RDPGuard(AbstractGuard):
         relation: Relation,
         spent: History,
         plan: History | Steps,
+        order: float | None = None,
     ) -> None:
         self._relation = relation
         before = CheckedHistory.of(spent)
         self._declared = Declared.of(before, relation)
         expected = joined(before.steps, plan if isinstance(plan, Steps) else merge(plan))
-        order = RenyiCurve(expected, relation, self._declared).best(delta)[1]
-        self._of_order = OneOrderAccountant(order)
-        self.description = f"rdp: noise chosen at run time, Rényi order {order:g} fixed before"
+        best = RenyiCurve(expected, relation, self._declared).best
+        self.order = best(delta)[1] if order is None else order
+        self._of_order = OneOrderAccountant(self.order)
+        self.description = f"rdp: noise chosen at run time, Rényi order {self.order:g} fixed before"
         self._budget = epsilon - self._penalty(delta)
         self._spent = self._of_order.divergence(before, relation)
 

@@ -278,6 +278,7 @@ class JournalContent:
     data: set[tuple[int, str | None]] = field(default_factory=set)  # numbers of records, and names
     plans: dict[str, PlannedRun] = field(default_factory=dict)
     budget: ApproximateDP | None = None
+    order: float | None = None  # of Rényi, by which all its runs keep to it
     lines: int = 0  # whole records
     text: bytes = field(default=b"", repr=False)
     is_ended: bool = True  # the last whole record has its newline
@@ -342,9 +343,10 @@ class JournalContent:
         types = [type(each) for each in items]
         if kind == DATA and types in ([int, str], [int, type(None)]):
             self.data.add((items[0], items[1]))
-        elif kind == BUDGET and types == [float, float, str]:
+        elif kind == BUDGET and types in ([float, float, str], [float, float, str, float]):
+            self.order = self.order or (items[3] if len(items) > 3 else None)
             try:
-                self._add_budget(*items)
+                self._add_budget(*items[:3])
             except ValueError as error:
                 raise self._damaged(f"{line}: {text_of(error)}") from None
         elif kind == WEIGHTS and set(types) <= {str}:

@@ -78,6 +78,7 @@ class Ledger:
         self.weights: set[str] = set()  # fingerprints of weights that were released
         self.latest_weights: tuple[str, ...] = ()
         self.budget: ApproximateDP | None = None  # of runs whose noise was chosen at run time
+        self.order: float | None = None  # at which it is kept, where that is a Rényi order
         self.is_replanned = False  # the noise of a run was planned after steps of others
         self.crashed: PlannedRun | None = None  # that whose checkpoint was restored last
         self.began: datetime | None = None  # at the first charge that this object saw
@@ -121,13 +122,15 @@ class Ledger:
             directory: where a new journal goes.
 
         Raises:
-            JournalError: if the journal is in use, damaged, or of another ledger.
+            JournalError: if the journal is in use, missing, damaged, or of another ledger.
             VoidedRunError: if a run of this ledger was voided.
         """
         self.end()
         self._refuse_voided()
         if directory is not None:
-            path = self.journal_path or directory / f"{self.id}.journal"
+            path = directory / f"{self.id}.journal"
+            if self.journal_path is not None:  # a lost one is not to be replaced by what is known
+                path = _find(self.journal_path, directory)[0]
             journal = Journal(path.absolute(), self.id)
             self.merge(journal.runs)
             self.weights |= journal.content.weights
@@ -173,7 +176,8 @@ class Ledger:
 
         Args:
             kind: ``journal.DATA`` (number of records, name or None), or
-                ``BUDGET`` (ε, δ, relation; noise is chosen at run time); others have their method.
+                ``BUDGET`` (ε, δ, relation, and a Rényi order or nothing; noise is chosen at run time);
+                others have their method.
             content: plain values.
         """
         if self._journal is None:
@@ -252,7 +256,7 @@ class Ledger:
     def _note_promises(self, written: JournalContent) -> None:
         self.is_replanned |= any(plan.is_replanned for plan in written.plans.values())
         written.include_budget(self.budget)
-        self.budget = written.budget
+        self.budget, self.order = written.budget, self.order or written.order
 
     def mirror(self, state: dict[str, Any]) -> None:
         """Become a copy of the lead process's record (the other processes)."""
@@ -331,8 +335,8 @@ def _find(recorded: Path, directory: Path) -> list[Path]:
     if found := [path for path in paths if path.exists()]:
         return found
     raise JournalError(
-        f"The checkpoint's privacy journal {recorded} is missing (also in {directory}). Without "
-        "it, steps made after the checkpoint would be forgotten. Copy it back, or put it into the "
+        f"The privacy journal {recorded} is missing (also in {directory}). Without it, steps made "
+        "after the checkpoint, or by others, would be forgotten. Copy it back, or put it into the "
         "folder given as ledger_dir. If it is lost, bound the loss and write a new one with "
         "lightning_dp.accounting.recover_journal(checkpoint_path, directory, unrecorded_steps).",
         topic="journal-missing",
@@ -353,6 +357,7 @@ def _read_complete(
             )
         written.runs.merge(each.runs)
         written.include_budget(each.budget)
+        written.order = written.order or each.order
     for run in runs:
         if runs.is_ahead_of(run, written.runs):
             raise JournalError(

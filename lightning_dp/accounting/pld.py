@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _NEXT_TO_NOTHING = 1e-6  # a μ that needs no amplification, at which a grid would be fine beyond use
 _ANY_DELTA = 1e-5  # to see how large the losses are
+_MOST_STEPS = 2**63 - 1
 _PARTS = 10  # of ε, between which the privacy profile is asked for
 _TRADE_OFF_RTOL = (
     5e-3  # rates are shown in percent, and every report has them: a quarter of the time
@@ -308,8 +309,9 @@ def _check_lengths(at_steps: ArrayLike) -> NDArray[np.int64]:
         lengths = np.array(math.nan)
     if lengths.size == 0:
         return lengths.astype(np.int64)
-    if not np.issubdtype(lengths.dtype, np.integer) or not np.all(lengths >= 0):
-        raise ValueError(f"at_steps must be integers of at least 0, got {at_steps!r}.")
+    is_whole = np.issubdtype(lengths.dtype, np.integer)
+    if not (is_whole and np.all(lengths >= 0) and lengths.max() <= _MOST_STEPS):
+        raise ValueError(f"at_steps must be integers from 0 to 2^63 - 1, got {at_steps!r}.")
     return lengths.astype(np.int64)
 
 

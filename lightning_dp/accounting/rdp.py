@@ -274,8 +274,7 @@ def total_divergence(steps: Steps, relation: Relation, orders: FloatArray) -> Fl
     total = 0.5 * factor**2 * float(np.sum(squares)) * orders
     if full.all():
         return total
-    noise = np.minimum(steps.noise_multipliers[~full], 1e100)  # so that its square is a number
-    sampled = Steps(noise, steps.sample_rates[~full], steps.counts[~full])
+    sampled = steps.at(np.flatnonzero(~full))
     from lightning_dp.accounting._composition import mixture_bound
     from lightning_dp.accounting._grouping import as_mixture
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import reprlib
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from lightning_dp.accounting.events import (
 FloatArray: TypeAlias = NDArray[np.float64]
 
 NO_NOISE = 1e-100  # sums of 1 / z² over steps with less could overflow, so it counts as none
+ALL_NOISE = 1e100  # of whose square there is a number; more counts as this
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Steps:
         return math.sqrt(math.fsum(self.counts * (1 / self.noise_multipliers) ** 2))
 
     def scaled(self, scale: float) -> Steps:
-        """Return the steps with their noise times a number; what overflows is the largest number."""
-        with np.errstate(over="ignore"):  # which is less noise
-            noise = np.minimum(self.noise_multipliers * scale, sys.float_info.max)
+        """Return the steps with their noise times a number."""
+        with np.errstate(over="ignore"):
+            noise = np.minimum(self.noise_multipliers * scale, ALL_NOISE)
         return Steps(noise, self.sample_rates, self.counts)
 
     def events(self) -> list[tuple[AbstractEvent, int]]:
@@ -87,7 +87,8 @@ def merge_arrays(
     noise_multipliers: FloatArray, sample_rates: FloatArray, counts: FloatArray | None = None
 ) -> Steps:
     """Merge equal ``(z, q)`` of legal steps; each counts once unless it is said how often."""
-    pairs = noise_multipliers + 1j * sample_rates  # complex numbers are sorted by both parts
+    noise = np.minimum(noise_multipliers, ALL_NOISE)
+    pairs = noise + 1j * sample_rates  # complex numbers are sorted by both parts
     distinct, places = np.unique(pairs, return_inverse=True)
     totals = np.bincount(places.reshape(-1), weights=counts, minlength=distinct.size)
     return Steps(distinct.real.copy(), distinct.imag.copy(), totals.astype(float))

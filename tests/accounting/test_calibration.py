@@ -208,6 +208,10 @@ def test_what_was_spent_leaves_fewer_steps():
     for noise in (0.0, 0.1):
         assert affordable_steps(Gaussian(noise), 10, 1.0, 1e-5) == 0
     assert affordable_steps(event, 10, 1.0, 1e-5, spent=[(Gaussian(1.0), 100)]) == 0
+    beyond = affordable_steps(Gaussian(1e12), 10**30, 1.0, 1e-5)  # floats have no such numbers
+    assert beyond == pytest.approx(
+        1e20 * affordable_steps(Gaussian(100.0), 10**30, 1.0, 1e-5), rel=1e-3
+    )
     for limit in (-1, math.nan):
         with pytest.raises(ValueError, match="limit"):
             affordable_steps(Gaussian(1.0), limit, 1.0, 1e-5)

@@ -62,6 +62,12 @@ def test_an_event_that_they_do_not_have_is_refused(event):
         to_dp_event([(event, 1)])
 
 
+@pytest.mark.parametrize("count", [-3, 0.5, True])
+def test_what_is_no_history_is_refused(count):
+    with pytest.raises(ValueError, match=f"count={count}"):
+        to_dp_event([(Gaussian(1.0), count)])
+
+
 def test_zcdp_under_another_relation_is_refused():
     tables = ZCDP(0.1, relation="replace_one", what="tables")
     with pytest.raises(ValueError, match="holds for replacing a record only"):

@@ -163,6 +163,15 @@ def test_guarantees_of_one_number_are_not_taken_for_each_other(step, number):
     assert alone < together < alone + 1.001 * number + 1e-9
 
 
+@pytest.mark.parametrize("step", [Gaussian(1e160), PoissonGaussian(1e300, 0.5)])
+def test_any_noise_may_be_next_to_a_guarantee(step):
+    table = (approximate(0.5, 1e-7), 1)
+    alone = PLD.epsilon([table], 1e-5)
+    assert PLD.epsilon([table, (step, 3)], 1e-5) == pytest.approx(alone, rel=1e-9)
+    assert 1e-7 <= PLD.delta([table, (step, 3)], 0.5) < 4e-7
+    assert epsilon_curve(step, [0, 3], 1e-5, spent=[table, STEPS])[1] < 3.0
+
+
 def test_where_only_delta_is_declared_it_is_all_that_is_spent():
     lost = [(approximate(0.0, 1e-8), 2)]
     assert PLD.epsilon(lost, 1e-5) == 0 and PLD.epsilon(lost, 1e-8) == math.inf

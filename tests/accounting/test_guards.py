@@ -19,6 +19,7 @@ from lightning_dp.accounting.calibration import affordable_steps
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.accounting.gdp import gdp_epsilon
 from lightning_dp.accounting.guards import AbstractGuard, FixedGuard, GDPGuard, RDPGuard
+from lightning_dp.accounting.rdp import OneOrderAccountant
 from lightning_dp.boundary import State
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.config import PrivacyConfig
@@ -129,6 +130,45 @@ def test_the_rdp_guard_makes_the_steps_that_a_given_noise_affords(tmp_path, plan
     assert 500 < made == best
     assert run.mechanism is not None
     assert run.mechanism.guard.claim(DELTA) == pytest.approx(2.0)
+
+
+def test_the_rdp_guard_keeps_its_order_in_later_runs_of_the_ledger(tmp_path):
+    """One that was chosen after releases could follow from them, and no filter has two."""
+
+    def run_of(planned: int, state: Any = None) -> tuple[PrivateRun, float]:
+        run = PrivateRun(
+            PrivacyConfig(
+                target_epsilon=BUDGET,
+                target_delta=DELTA,
+                noise_multiplier=1.0,
+                noise_schedule=ByNorm(least=3.0),
+            )
+        )
+        if state is not None:
+            run.load_state_dict(state, tmp_path, World())
+        run.use_batches(BatchPlan(10_000, 0.001, 1, 1000))
+        run.start(planned, World(), tmp_path)
+        order = run.mechanism.guard.order
+        for _ in range(3):
+            run.mechanism.ask([torch.zeros(3)])
+            run.mechanism.tell([torch.zeros(3)])
+        return run, order
+
+    first, order = run_of(100_000)
+    first.stop()
+    first.start(10, World(), tmp_path)  # a further fit, of far fewer steps
+    assert first.mechanism.guard.order == order
+    state = first.state_dict()
+    first.stop()
+    second, kept = run_of(10, state)
+    assert f"order {order:g} fixed" in second.mechanism.guard.description
+    assert kept == order
+    spent = OneOrderAccountant(order).divergence(second.ledger.history(), "add_remove")
+    assert second.mechanism.guard._spent == pytest.approx(spent)
+    second.stop()
+    assert PrivateRun(second.config).ledger.order is None
+    fresh = RDPGuard(BUDGET, DELTA, "add_remove", [], [(PoissonGaussian(1.0, 0.001), 10)])
+    assert fresh.order > 1.2 * order  # another one would have been chosen
 
 
 def test_no_noise_never_fits_gdp_counts_full_batches_alone_and_fixed_counts_steps():

@@ -509,12 +509,16 @@ def test_a_second_process_that_enters_without_the_lock_file_is_noticed(tmp_path,
     assert read_journal(path)[1] == {"run-1": [(A, 1)], "intruder": [(B, 1)]}
 
 
-def test_a_ledger_whose_journal_vanished_writes_all_it_knows_into_the_next_one(tmp_path, books):
+def test_a_ledger_whose_journal_vanished_goes_on_when_it_is_back(tmp_path, books):
     ledger = books.ledger_with(tmp_path, A, B)
-    books.journal_of(ledger).unlink()
+    path = books.journal_of(ledger)
+    away = path.rename(tmp_path / "away")
     with pytest.raises(JournalError, match="is gone"):
         ledger.charge(B)
+    with pytest.raises(JournalError, match="is missing"):
+        ledger.begin("run-2", tmp_path)
+    away.rename(path)
     ledger.begin("run-2", tmp_path)
     ledger.charge(A)
     ledger.end()
-    assert books.steps_in(books.journal_of(ledger)) == 3
+    assert books.steps_in(path) == 3

@@ -214,7 +214,7 @@ def crash(ledger: Ledger) -> None:
 @pytest.mark.parametrize("first", ["crashed", "ended", "saved later", "nothing lost"])
 def test_noise_is_planned_anew_only_after_a_crash(tmp_path, first, then, is_crash):
     ledger = Ledger()
-    ledger.journal_path = tmp_path / f"{ledger.id}.journal"
+    ledger.begin("no steps", tmp_path)
     fit(ledger, "a" * 16)
     ledger.note_saved()
     state = ledger.state_dict()
@@ -251,7 +251,7 @@ def test_of_checkpoints_inside_a_block_the_latest_one_is_planned_anew(
 ):
     """All know the same charge; it is told how many of its four steps they had not made."""
     ledger = Ledger()
-    ledger.journal_path = tmp_path / f"{ledger.id}.journal"
+    ledger.begin("no steps", tmp_path)
     fit(ledger, "a" * 16, charges=0)
     ledger.charge(CyclicRound(2.0, 0.4, steps=4))
     ledger.note_saved(ahead=saved)
@@ -293,6 +293,23 @@ def test_a_moved_journal_is_found_in_the_ledger_folder_and_a_missing_one_is_an_e
     way_out = r"is missing .* lightning_dp\.accounting\.\s?recover_jou"
     with pytest.raises(JournalError, match=way_out):
         books.restored(state, tmp_path)
+
+
+def test_a_further_run_does_not_begin_a_lost_journal_again(tmp_path, books):
+    """Another run of the ledger may have written there what this object never saw."""
+    ledger = books.ended(books.ledger_with(tmp_path / "a", Gaussian(2.0)))
+    other = books.restored(ledger.state_dict(), tmp_path / "a")
+    other.begin("other", tmp_path / "a")
+    other.charge(Gaussian(1.0))
+    other.end()
+    path = books.journal_of(ledger)
+    moved = path.rename(tmp_path / path.name)
+    with pytest.raises(JournalError, match="is missing"):
+        ledger.begin("further", tmp_path / "a")
+    assert not path.exists()
+    ledger.begin("further", tmp_path)
+    assert books.steps_in(moved) == ledger.steps == 2
+    ledger.end()
 
 
 def test_a_journal_that_is_cut_or_damaged_does_not_restore(tmp_path, books):
