@@ -675,12 +675,17 @@ class _Walk:
 
 
 def _add(parts: _Parts, path: Path, part: _Part, walk: _Walk, depth: int = 0) -> None:
-    """Add a part, and those inside it, each object once; registered modules are for others."""
-    if id(part.owner) in walk.met or depth > _DEPTH:
+    """Add a part, and those inside it, each object once; registered modules are for others.
+
+    A tensor or an array in two attributes is in both: a twin is put into one without the other.
+    """
+    is_known = id(part.owner) in walk.met
+    is_value = part.kind == "attribute" and not part.is_container
+    if depth > _DEPTH or (is_known and not is_value):
         return
     walk.met.add(id(part.owner))
     parts[path] = part
-    if path[-1:] == ("_modules",):
+    if is_known or path[-1:] == ("_modules",):
         return
     inside = [(key, value) for key, value in part.items() if not _is_plain(value)]
     for key, value in inside if part.is_named else inside[-_MANY:]:
