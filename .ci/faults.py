@@ -148,7 +148,7 @@ FAULTS = (
     Fault("early_steps_left_out", "if step in _EARLY", "and 0"),
     Fault(
         "two_steps_without_hooks",
-        'getattr(module, name)(*(of_batch if name == "on_train_batch_end" else ()))',
+        "getattr(module, name)(*given.get(name, ()))",
         "if 0 else None",
     ),
     Fault("passes_leave_traces", "part.fill(part.content)", "if 0 else None"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, TypeAlias
 
@@ -87,6 +87,10 @@ class AbstractPerSampleGradients(ABC):
         A record of weight 0 contributes exactly 0, also when its gradient is not finite. Weights of
         shape (n, parameters) are one for each record and parameter, where the norms are known so.
         """
+
+    def sums_by_parameter(self, weights: Tensor) -> Iterator[Tensor]:
+        """Yield it in parts, flat and in order, each in memory that the next one may use again."""
+        yield self.weighted_sum(weights)
 
     def add_weighted_sum(self, weights: Tensor, onto: Tensor) -> None:
         """Add it to a flat vector, with no other vector of the model's size where an engine can."""

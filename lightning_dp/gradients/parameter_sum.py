@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._world import held_here, sum_into_shard
 from lightning_dp.functional import (
+    flat_dtype,
     flat_memory,
     full_precision,
     parts_of,
@@ -377,22 +378,34 @@ class BookkeptGradients(AbstractPerSampleGradients):
         return total
 
     def add_weighted_sum(self, weights: Tensor, onto: Tensor, *, is_new: bool = False) -> None:
+        parts = parts_of(onto, held_here(self._params))
+        with full_precision(onto.device):
+            for _ in self._added(weights, parts, is_new=is_new):
+                pass
+
+    def sums_by_parameter(self, weights: Tensor) -> Iterator[Tensor]:
+        sizes = list(map(Tensor.numel, here := held_here(self._params)))
+        memory = here[0].new_empty(max(sizes), dtype=flat_dtype(here))
+        with full_precision(memory.device):
+            yield from self._added(weights, (memory[:size] for size in sizes), is_new=True)
+
+    def _added(self, weights: Tensor, parts: Iterable[Tensor], *, is_new: bool) -> Iterator[Tensor]:
+        """Add each parameter's sum to the flat part for it, and yield that."""
         weights = (weights * self._factor).to(torch.promote_types(self._dtype, torch.float32))
         of_all = without_zeros(weights) if weights.dim() == 1 else None
-        here = held_here(self._params)
-        parts = zip(self._params, here, parts_of(onto, here), self._gradients, strict=True)
-        with full_precision(onto.device):
-            for place, (param, held, part, gradient) in enumerate(parts):
-                # Of sharded parameters one whole gradient at a time, on all processes together.
-                whole = part if held is param else part.new_zeros(param.numel())
-                if is_new and (gradient is None or whole is not part):
-                    part.zero_()
-                if gradient is not None:
-                    is_first = is_new and whole is part
-                    own, records, left_out = of_all or without_zeros(weights[:, place])
-                    gradient.add_weighted_sum(own, whole, records, left_out, is_new=is_first)
-                if whole is not part:
-                    sum_into_shard(whole.view(param.shape), part, param)
+        each = zip(self._params, held_here(self._params), parts, self._gradients, strict=True)
+        for place, (param, held, part, gradient) in enumerate(each):
+            # Of sharded parameters one whole gradient at a time, on all processes together.
+            whole = part if held is param else part.new_zeros(param.numel())
+            if is_new and (gradient is None or whole is not part):
+                part.zero_()
+            if gradient is not None:
+                is_first = is_new and whole is part
+                own, records, left_out = of_all or without_zeros(weights[:, place])
+                gradient.add_weighted_sum(own, whole, records, left_out, is_new=is_first)
+            if whole is not part:
+                sum_into_shard(whole.view(param.shape), part, param)
+            yield part
 
     def discard(self) -> None:
         for gradient in self._used:

@@ -124,7 +124,7 @@ class Replay:
         batch: what the records are in.
         size: how many records it has; units, if they have several rows.
         randomness: as its first run found it; None if that run is still to come.
-        see: is called with what ``training_step`` returns for the whole batch.
+        see: is called behind each pass with what ``training_step`` returns for the whole batch.
         owners: the units to which its rows belong; None if each row is one.
     """
 
@@ -533,14 +533,13 @@ class RecordPasses:
                 if each.direction is not None:
                     return self._along(chunk, each, each.direction, around)
                 output = self.forward(chunk.forward, chunk.batch, chunk.rows, around, chunk.owners)
-                chunk.see(output)
                 loss = loss_in(output)
-                if not is_differentiable(loss):
-                    return None
-                self.check_loss(loss, chunk.rows)
-                elsewhere = each.point is not None  # where nothing can be asked for after the pass
-                self.backward(loss, combined=combined or elsewhere)
-                return self.take()
+                if has_gradient := is_differentiable(loss):
+                    self.check_loss(loss, chunk.rows)
+                    elsewhere = each.point is not None  # where nothing can be asked for afterwards
+                    self.backward(loss, combined=combined or elsewhere)
+                chunk.see(output)
+                return self.take() if has_gradient else None
             except _NoLoss:
                 return None
             finally:
@@ -554,7 +553,9 @@ class RecordPasses:
 
         def run_again() -> Tensor:
             assert chunk.forward is not None
-            loss = loss_in(self.engine.run(chunk.forward, batch, around))
+            output = self.engine.run(chunk.forward, batch, around)
+            chunk.see(output)
+            loss = loss_in(output)
             if not is_differentiable(loss):
                 raise _NoLoss
             self.check_loss(loss, chunk.rows)

@@ -706,13 +706,18 @@ class _Walk:
 
 
 def _add(parts: _Parts, path: Path, part: _Part, walk: _Walk, depth: int = 0) -> None:
-    """Add a part, and those inside it, each object once; registered modules are for others."""
+    """Add a part, and those inside it, each object once; registered modules are for others.
+
+    A tensor or an array in two attributes is in both: a twin is put into one without the other.
+    """
     place = id(part.owner.of if isinstance(part.owner, _Fields) else part.owner)
-    if place in walk.met or depth > _DEPTH:
+    is_known = place in walk.met
+    is_value = part.kind == "attribute" and not part.is_container
+    if depth > _DEPTH or (is_known and not is_value):
         return
     walk.met.add(place)
     parts[path] = part
-    if path[-1:] == ("_modules",):
+    if is_known or path[-1:] == ("_modules",):
         return
     inside = [(key, value) for key, value in part.items() if not _is_plain(value)]
     for key, value in inside if part.is_named else inside[-_MANY:]:

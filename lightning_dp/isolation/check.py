@@ -20,6 +20,7 @@ from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.snapshot import RandomState, Snapshot, restored
 from lightning_dp.isolation.comparison import (
+    NOT_SAMPLED,
     TOLERANCE,
     Entries,
     GradientSample,
@@ -145,10 +146,11 @@ class Check:
             batch: that ``training_step`` is about to take.
         """
         runner, engine = self._runner, self._runner.passes.engine
-        is_alike = not (runner.runs_hooks or runner.without_dropout or self._moves_weights)
+        is_alike = not (runner.runs_hooks or self._moves_weights)
         is_alike &= not full_precision(runner.device).changes_any  # as in the other runs
         is_plain = self._settings.gradients and self._settings.query.is_gradient
-        if is_alike and is_plain and not (engine.isolates or self._settings.fewer):
+        is_whole = len(self._samples) == self._settings.whole
+        if is_alike and is_plain and is_whole and not engine.isolates:
             look = partial(self._sample, rows=self._kept(0))
             self.step = StepAsRun(runner, batch, self._samples, look)
 
@@ -174,17 +176,17 @@ class Check:
                 param.requires_grad_(trains)
             yield
 
-    def _beside_step(self, other: Run, kept: list[int]) -> _PairResult | None:
-        """Compare the step itself with a run of exchanged samples; None unless that shows nothing."""
+    def _step_beside(self, other: Run, kept: list[int]) -> Run | None:
+        """Return the step itself, if it did what the run of all samples together would do."""
         step, self.step = self.step, None
         if step is None or step.run.gradients is None or self._twins.has_ever:
             return None
-        rows, places = other.rows, places_in(self._samples, kept)
-        if not are_given_the_same(step.run.batch, other.batch, rows, places):
-            return None  # samples that are read twice are not the same
-        found = _PairResult()
-        self._compare(found, step.run, other, kept)
-        return None if found.why_not or self._seen(found) else found
+        if step.run.has_drawn and self._runner.without_dropout:
+            return None
+        # Samples that are read twice may differ.
+        places = places_in(self._samples, kept)
+        is_same = are_given_the_same(step.run.batch, other.batch, other.rows, places)
+        return step.run if is_same else None
 
     def settle(self, anyone: Callable[[bool], bool], attempts: int = _ATTEMPTS) -> Outcome:
         """Make further runs while they are needed, and return the outcome.
@@ -256,22 +258,31 @@ class Check:
         kept = self._kept(attempt)
         found = _PairResult()
         other = self._try(found, exchanged(self._samples, kept, attempt), kept, watched)
-        beside = None if other is None else self._beside_step(other, kept)
-        if beside is not None:
-            return beside
+        step = None if other is None else self._step_beside(other, kept)
+        if other is not None and step is not None:
+            beside = _PairResult()
+            self._compare_all(beside, step, other, kept, watched)
+            if not (beside.why_not or self._seen(beside)):
+                return beside
         earlier, self.together = self.together, None
         together = earlier or self._run(self._samples, kept, watched=watched)
         found.runs = [together]
-        if other is None:
-            return found
+        if other is not None:
+            self._compare_all(found, together, other, kept, watched)
+        return found
+
+    def _compare_all(
+        self, found: _PairResult, together: Run, other: Run, kept: list[int], watched: bool
+    ) -> None:
+        """Compare two runs, and the kept samples alone with the first one, where that is asked for."""
         self._compare(found, together, other, kept)
         counts_steps = bool(together.public_steps) and not self._settings.is_count_public
         if not (counts_steps or self._settings.fewer):
-            return found
+            return
         few = [self._samples[place] for place in kept]
         alone = self._try(found, few, range(len(kept)), watched)
         if alone is None:
-            return found
+            return
         if counts_steps and _steps_differ(together, alone):
             found.seen.add("public")
         if self._settings.fewer:
@@ -279,7 +290,6 @@ class Check:
                 found.moved["alone"] = self._distance(together, alone, len(kept))
             self._compare_ends(found, together, alone)
             found.alone_end = alone.end
-        return found
 
     def _try(
         self, found: _PairResult, samples: Sequence[Any], rows: Sequence[int], watched: bool
@@ -298,6 +308,9 @@ class Check:
         return self._runner.run(samples, self._settings.query, self._start, look, watched=watched)
 
     def _sample(self, gradients: AbstractPerSampleGradients, rows: list[int]) -> GradientSample:
+        if not (self._settings.gradients or self._twins.has_ever):
+            gradients.discard()
+            return NOT_SAMPLED
         clip_norm, clipping = self._settings.query.clip_norm, self._runner.passes.clipping
         return take_sample(gradients, rows, clip_norm, self._entries, clipping)
 
@@ -326,6 +339,8 @@ class Check:
         found.why_not = a.hook_failed or b.hook_failed
         if self._settings.gradients and not is_settled:
             found.moved["exchanged"] = self._distance(a, b, len(kept))
+            if a.gradients is None and b.gradients is None:
+                found.why_not = found.why_not or "no sample had a gradient"
         if _steps_differ(a, b):
             found.seen.add("public")
         self._compare_ends(found, a, b)

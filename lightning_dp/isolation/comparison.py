@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, starmap
@@ -38,6 +38,7 @@ from lightning_dp.gradients.parameter_sum import BookkeptGradients, Materialised
 from lightning_dp.gradients.snapshot import is_same_content
 
 __all__ = [
+    "NOT_SAMPLED",
     "TOLERANCE",
     "Call",
     "Entries",
@@ -87,17 +88,23 @@ class GradientSample:
     entries: Tensor | None = field(repr=False)
 
 
+NOT_SAMPLED = GradientSample(torch.zeros(0), torch.zeros(0), None)
+"""Of gradients that are there, where nothing but that is compared."""
+
+
 @dataclass(frozen=True)
 class Entries:
     """The entries of each gradient that are compared, drawn of some parameters.
 
     Args:
+        size: of a flat gradient.
         places: in flat gradients, sorted and distinct.
         weights: of each.
         parameters: the number of the one that each is of.
         seed: public.
     """
 
+    size: int
     places: Tensor
     weights: Tensor
     parameters: Tensor
@@ -118,7 +125,9 @@ class Entries:
             weights += [(count * len(numbers) / (sizes[i] * len(sizes))) ** -0.5] * count
             of += [i] * count
         whole = partial(torch.tensor, dtype=torch.int64)
-        return cls(whole(places), torch.tensor(weights, dtype=torch.float64), whole(of), seed)
+        return cls(
+            sum(sizes), whole(places), torch.tensor(weights, dtype=torch.float64), whole(of), seed
+        )
 
 
 def take_sample(
@@ -159,7 +168,7 @@ def take_sample(
         own = own[:, which.parameters.to(own.device)] if own.dim() > 1 else own.unsqueeze(1)
         found = found * own * which.weights.to(found)
         entries = torch.where(found.isfinite(), found, 0.0)
-    total = _sketch(gradients.weighted_sum(weights).detach(), which.seed)
+    total = _sketch(gradients.sums_by_parameter(weights), which.size, which.seed)
     lengths = clipping.relative_norms(in_float64(norms[at]), clip_norm)
     return GradientSample(in_float64(total), lengths.where(lengths.isfinite(), 0.0), entries)
 
@@ -227,19 +236,29 @@ def resolution(eps: float, n: int, k: int) -> float:
     return (256.0 if eps < _SINGLE else _HALF_ROUNDING) * eps * n / math.sqrt(k)
 
 
-def _sketch(vector: Tensor, seed: int) -> Tensor:
-    """Add up signed, shifted rows of a long vector: a linear map that keeps its length on average."""
-    if len(vector) <= _SKETCH:
-        return vector.clone()
-    rows, generator = -(-len(vector) // _SKETCH), torch.Generator().manual_seed(seed)
-    signs = torch.randint(2, (rows,), generator=generator) * 2 - 1
-    shifts = torch.randint(_SKETCH, (rows,), generator=generator)
-    found = vector.new_zeros(_SKETCH)
-    for row, (sign, shift) in enumerate(zip(signs.tolist(), shifts.tolist(), strict=True)):
-        part = vector[row * _SKETCH : (row + 1) * _SKETCH]
-        if len(part) < _SKETCH:
-            part = torch.nn.functional.pad(part, (0, _SKETCH - len(part)))
-        found.add_(part.roll(shift), alpha=sign)
+def _sketch(parts: Iterable[Tensor], size: int, seed: int) -> Tensor:
+    """Add up signed, shifted rows of a long vector: a linear map that keeps its length on average.
+
+    Args:
+        parts: of the vector, in order; a short one is kept as it is.
+        size: entries of all parts.
+        seed: public.
+    """
+    rows, generator = -(-size // _SKETCH), torch.Generator().manual_seed(seed)
+    signs = (torch.randint(2, (rows,), generator=generator) * 2 - 1).tolist()
+    shifts = torch.randint(_SKETCH, (rows,), generator=generator).tolist()
+    if rows <= 1:
+        signs, shifts = [1], [0]
+    found, begin = torch.zeros(0), 0
+    for part in parts:
+        if not len(found):
+            found = part.new_zeros(min(size, _SKETCH))
+        while len(part):
+            row, at = divmod(begin, _SKETCH)
+            to = (at + shifts[row]) % _SKETCH
+            here, part = part.tensor_split([min(_SKETCH - at, len(found) - to)])
+            found[to : to + len(here)].add_(here.detach(), alpha=signs[row])
+            begin += len(here)
     return found
 
 

@@ -23,7 +23,13 @@ from lightning_dp.gradients.batches import UNKNOWN_LAYOUT, Layout, is_image, lea
 from lightning_dp.gradients.parameter_sum import BookkeptGradients
 from lightning_dp.gradients.snapshot import RandomState
 from lightning_dp.isolation.check import CURES, Check, Outcome, Settings, outcome_of
-from lightning_dp.isolation.comparison import Entries, GradientSample, UnitRows, take_sample
+from lightning_dp.isolation.comparison import (
+    NOT_SAMPLED,
+    Entries,
+    GradientSample,
+    UnitRows,
+    take_sample,
+)
 from lightning_dp.isolation.replay import Run, Runner
 from lightning_dp.isolation.state import TwinState
 
@@ -104,7 +110,7 @@ class DryRun:
         """
         runner.without_dropout = True
         try:
-            first = self._first_run(runner, clip_norm)
+            first = self._first_run(runner, settings, clip_norm)
             checks = _checks(runner, first, partial(settings, query=_plain(first.unit)), twins)
             found = outcome_of(checks, attempts=2)
             if found.kind == "isolated" and not runner.passes.engine.isolates:
@@ -126,7 +132,9 @@ class DryRun:
             return ""
         return f" ({_TIMED} synthetic ones took {apart / whole:.1f} times as long as together)"
 
-    def _first_run(self, runner: Runner, clip_norm: float) -> _FirstRun:
+    def _first_run(
+        self, runner: Runner, settings: Callable[..., Settings], clip_norm: float
+    ) -> _FirstRun:
         """Run samples that the model takes.
 
         Raises:
@@ -134,11 +142,12 @@ class DryRun:
         """
         count = _FEWEST if runner.passes.engine.one_record else _SAMPLES
         try:
-            first = _FirstRun(runner, self._units(count), clip_norm)
+            first = _FirstRun(runner, self._units(count), settings, clip_norm)
         except UnsupportedModelError:
             raise
         except Exception:  # synthetic lengths that it does not take
-            first = _FirstRun(runner, self._units(count, are_longer=False), clip_norm)
+            units = self._units(count, are_longer=False)
+            first = _FirstRun(runner, units, settings, clip_norm)
         isolates = runner.passes.engine.isolates
         is_constant = isolates and not bool((first.norms > _NOTHING).any())
         if is_constant and runner.has_plain_gradient(first.samples):
@@ -156,8 +165,14 @@ class DryRun:
 class _FirstRun:
     """A run of all samples: the norms of their gradients, and what comparisons take from it."""
 
-    def __init__(self, runner: Runner, samples: list[Any], clip_norm: float) -> None:
-        self.samples, self.unit = samples, clip_norm
+    def __init__(
+        self,
+        runner: Runner,
+        samples: list[Any],
+        settings: Callable[..., Settings],
+        clip_norm: float,
+    ) -> None:
+        self.samples, self.unit, self._settings = samples, clip_norm, settings
         self._clip_norm, self._clipping = clip_norm, runner.passes.clipping
         half = len(samples) // 2
         self.halves = [list(range(half)), list(range(half, len(samples)))]
@@ -172,23 +187,25 @@ class _FirstRun:
         finite = self.norms[self.norms.isfinite()]
         longest = float(finite.max()) if len(finite) else 0.0
         self.unit = min(self._clip_norm, longest) if longest > _NOTHING else self._clip_norm
+        if not self._settings(query=_plain(self.unit), whole=len(self.samples), seed=0).gradients:
+            gradients.discard()
+            return NOT_SAMPLED
         can_be_looked_at_again = isinstance(gradients, BookkeptGradients)
         for rows in self.halves if can_be_looked_at_again else self.halves[:1]:
             look = take_sample(gradients, rows, self.unit, self._entries, self._clipping)
             self._looks.append(look)
         return self._looks[0]
 
-    def of_half(self, i: int) -> Run | None:
+    def of_half(self, i: int, twins: TwinState) -> Run | None:
         """Return the run with what is compared of a half, if it need not be made again for it."""
+        run, looks = self._run, self._looks
+        if run.gradients is NOT_SAMPLED:  # which are to be compared with those beside twins
+            return None if twins.has_ever or (i and run.has_drawn) else run
         if i == 0:
-            return self._run
-        if len(self._looks) == 1 or self._run.has_drawn:
+            return run
+        if len(looks) == 1 or run.has_drawn:
             return None
-        return (
-            self._run
-            if self._run.gradients is None
-            else replace(self._run, gradients=self._looks[i])
-        )
+        return run if run.gradients is None else replace(run, gradients=looks[i])
 
 
 def _checks(
@@ -196,7 +213,7 @@ def _checks(
 ) -> Iterator[Check]:
     """Yield two checks: what the first one leaves is what the second one may read."""
     for i, kept in enumerate(first.halves):
-        together = first.of_half(i)
+        together = first.of_half(i, twins)
         seed = _FIRST if together is not None else _FIRST + kept[0]
         start = RandomState.seeded(runner.device, seed)
         asked = settings(whole=len(first.samples), seed=_SEED, fewer=i == 0)

@@ -33,7 +33,23 @@ from lightning_dp.isolation.comparison import (
 )
 from lightning_dp.isolation.state import Marks
 
-__all__ = ["Pipeline", "PublicStep", "Run", "Runner", "StepAsRun", "without_dropout"]
+__all__ = [
+    "HOOKS_OF_STEP",
+    "Pipeline",
+    "PublicStep",
+    "Run",
+    "Runner",
+    "StepAsRun",
+    "without_dropout",
+]
+
+HOOKS_OF_STEP = (
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_train_batch_end",
+)
+"""The hooks of a module that each step calls behind ``training_step``, in their order."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +79,8 @@ class Run:
         batch: as ``training_step`` took it.
         samples: that it began with.
         gradients: what is compared of those of some samples; None if there are none.
-        start, end: what the module keeps before and afterwards; no end if a hook raised.
+        start, end: what the module keeps before, and behind the backward pass and the hooks; no end
+            if a hook raised.
         drawn: the random states when the loss was there.
         has_drawn: random numbers were drawn.
         public_steps: of public optimizers.
@@ -128,16 +145,20 @@ class StepAsRun:
         """Complete when the gradients were seen."""
 
     def after_forward(self) -> None:
-        """Note what the forward pass left."""
-        run = self.run
-        run.drawn, run.end = RandomState(self._runner.device), self._runner.snapshot()
-        run.note_draws(self._start)
-        run.note_writes(self._marks, self._runner.module)
+        """Note the random numbers that the forward pass left."""
+        self.run.drawn = RandomState(self._runner.device)
 
     def after_backward(self, gradients: AbstractPerSampleGradients) -> None:
-        """Look at the gradients, which stay as they are; if there are others than the records', not."""
-        if isinstance(gradients, BookkeptGradients) and gradients.count == len(self.run.samples):
-            self.run.gradients = self._look(gradients)
+        """Note what the passes left, and look at the gradients, which stay as they are.
+
+        Not if there are others than the records'.
+        """
+        run = self.run
+        if isinstance(gradients, BookkeptGradients) and gradients.count == len(run.samples):
+            run.end = self._runner.snapshot()
+            run.note_draws(self._start)
+            run.note_writes(self._marks, self._runner.module)
+            run.gradients = self._look(gradients)
 
 
 class Runner:
@@ -165,8 +186,8 @@ class Runner:
         """The latest run drew random numbers."""
         self.without_dropout = False
         """Let no layer of torch drop anything, so that runs of fewer samples can be compared, too."""
-        self.hooks: tuple[str, ...] = ("on_train_batch_end",)
-        """The hooks of the module that follow the step, in their order."""
+        self.hooks: tuple[str, ...] = HOOKS_OF_STEP
+        """The hooks of the module that follow ``training_step``, in their order."""
 
     def run(
         self,
@@ -250,11 +271,12 @@ class Runner:
 
         def forward(batch: Any) -> Any:
             output = self._forward(batch, run, outputs)
-            run.drawn, run.end = RandomState(self.device), self.snapshot()
+            run.drawn = RandomState(self.device)
             return output
 
         def see(output: Any) -> None:
             outputs[:] = outputs or [output]
+            run.end = self.snapshot()  # hooks of the backward pass may have written, too
 
         owners = owners_in(run.samples)
         replay = Replay(forward, run.batch, len(run.samples), see=see, owners=owners)
@@ -300,7 +322,7 @@ class Runner:
         return by_hand.loss
 
     def _after_hooks(self, run: Run, end: Snapshot, output: Any) -> Snapshot | None:
-        """Return the state behind the module's own hooks between this step and the next."""
+        """Return the state behind the module's own hooks from ``training_step`` to the next step."""
         module = self.module
         hooks = [name for name in self.hooks if is_overridden(name, module)]
         if not hooks:
@@ -309,10 +331,15 @@ class Runner:
         loss = loss_in(output)
         loss = loss.detach() if isinstance(loss, Tensor) else loss
         outputs = {**(output if isinstance(output, Mapping) else {}), "loss": loss}
+        optimizers = getattr(module._trainer, "optimizers", [])
+        given: dict[str, Any] = {
+            "on_before_zero_grad": optimizers[:1],
+            "on_before_backward": [torch.zeros(()) if loss is None else loss],
+            "on_train_batch_end": [outputs, run.batch, self.pipeline.batch_idx],
+        }
         for name in hooks:
-            of_batch = (outputs, run.batch, self.pipeline.batch_idx)
             try:
-                getattr(module, name)(*(of_batch if name == "on_train_batch_end" else ()))
+                getattr(module, name)(*given.get(name, ()))
             except Exception as error:
                 run.hook_failed = f"{name} raised {type(error).__name__}"
                 return None

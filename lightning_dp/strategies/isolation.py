@@ -43,7 +43,7 @@ from lightning_dp.isolation.check import (
 )
 from lightning_dp.isolation.comparison import UnitRows, own_copies
 from lightning_dp.isolation.dry_run import DryRun, find_layout
-from lightning_dp.isolation.replay import Pipeline, Runner
+from lightning_dp.isolation.replay import HOOKS_OF_STEP, Pipeline, Runner
 from lightning_dp.isolation.requirements import MisconfigurationError
 from lightning_dp.isolation.state import Marks, TwinState
 from lightning_dp.run import PrivateRun
@@ -60,7 +60,7 @@ RunStep: TypeAlias = Callable[..., Any]
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _FAULT = "{}: {}."
 _LARGE = 64 << 20  # bytes of buffers
-_BETWEEN = ("on_train_batch_end", "on_train_epoch_end", "on_train_epoch_start")
+_BETWEEN = (*HOOKS_OF_STEP, "on_train_epoch_end", "on_train_epoch_start")
 _FEW = 4  # samples, where no gradients are compared
 _UNEXPLAINED = (
     "The buffers or weights {} were written to, and no comparison of batches has shown that what "

@@ -121,6 +121,15 @@ def test_losses_of_single_records_pass(loss, engine):
     assert check_isolation(Model(net, loss), records(), engine=engine).kind == "isolated"
 
 
+@pytest.mark.parametrize("engine", ["layers", "one_by_one"])
+def test_samples_without_any_gradient_are_not_compared(engine):
+    model = Model(network(), lambda output, y: F.cross_entropy(output.detach(), y))
+
+    found = check_isolation(model, records(), engine=engine)
+
+    assert (found.kind, found.reason) == ("not compared", "no sample had a gradient")
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e-30, 1e9])
 def test_odd_values_of_one_record_are_no_coupling(value):
     samples = records()

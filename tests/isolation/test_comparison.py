@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lightning_dp.clipping import Automatic, Flat, ParameterGroups
+from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.parameter_sum import MaterialisedGradients
 from lightning_dp.isolation.comparison import (
     TOLERANCE,
@@ -212,20 +212,17 @@ def test_long_gradients_are_told_apart_by_their_entries():
 def test_engines_without_single_gradients_are_compared_by_the_sum():
     """Engines that keep norms alone give no entries."""
 
-    class NormsAlone(SimpleNamespace):
-        def norms(self):
-            return self.grads.norm(dim=1)
+    class NormsAlone(AbstractPerSampleGradients):
+        count, combine = N, None
 
-        def restrict(self, places):
-            raise NotImplementedError
+        def norms(self):
+            return grads.norm(dim=1)
 
         def weighted_sum(self, weights):
-            return (weights[:, None] * self.grads).sum(0)
+            return (weights[:, None] * grads).sum(0)
 
     grads = gradients()
-    found = take_sample(
-        NormsAlone(grads=grads), [0, 3], 5.0, Entries.drawn([torch.zeros(D)], 3), Flat()
-    )
+    found = take_sample(NormsAlone(), [0, 3], 5.0, Entries.drawn([torch.zeros(D)], 3), Flat())
     assert found.entries is None
     torch.testing.assert_close(
         found.total, clipped(grads[[0, 3]], 5.0).sum(0), rtol=1e-5, atol=1e-6

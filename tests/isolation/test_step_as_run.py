@@ -6,7 +6,7 @@ import lightning as L
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_dp import Checks, FullBatch
 from lightning_dp.accounting.events import VoidedRunError
@@ -74,6 +74,47 @@ def runs_of_step_1(make_trainer, tmp_path):
 def test_the_whole_batch_runs_once_more_with_samples_exchanged(runs_of_step_1):
     assert runs_of_step_1(Model()) == [N, N]
     assert runs_of_step_1(Model(), checks=Checks(comparisons=False)) == [N]
+
+
+@pytest.fixture
+def runs_of_step_0(make_trainer, tmp_path):
+    """The sizes of all runs of the first step, whose comparison is of 16 samples at most."""
+
+    def run(model, n):
+        SIZES.clear()
+        privacy = DifferentialPrivacy(
+            noise_multiplier=8.0,
+            target_delta=1e-5,
+            sampling=FullBatch(),
+            engine="layers",
+            ledger_dir=str(tmp_path / "ledger"),
+            advice=False,
+            checks=Checks(dry_run=False),
+        )
+        trainer = make_trainer(callbacks=[privacy], max_steps=1)
+        trainer.fit(model, DataLoader(Subset(Noisy(0.0), range(n)), n))
+        assert not trainer.strategy.private_run.not_compared
+        return [size for _, size in SIZES]
+
+    return run
+
+
+class DropsOut(Model):
+    def training_step(self, batch, batch_idx):
+        return super().training_step([F.dropout(batch[0]), batch[1]], batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("kind", "n", "sizes"),
+    [(Model, 16, [16, 16, 8]), (DropsOut, 16, [16, 16, 16, 8]), (Model, 32, [32, 16, 16, 8])],
+)
+def test_a_batch_of_few_runs_once_less_if_it_draws_nothing(runs_of_step_0, kind, n, sizes):
+    assert runs_of_step_0(kind(), n) == sizes
+
+
+def test_what_only_fewer_samples_show_is_refused(runs_of_step_0):
+    with pytest.raises(Exception, match="without the other records"):
+        runs_of_step_0(Model(lambda x, loss: loss * len(x)), 16)
 
 
 def test_records_that_cannot_be_read_twice_run_on_their_own(runs_of_step_1):

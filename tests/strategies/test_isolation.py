@@ -324,6 +324,53 @@ def test_what_the_latest_batch_left_is_in_no_checkpoint(fit, tmp_path, kind, eng
     assert not (tmp_path / "last.ckpt").exists()
 
 
+class InBackward(WithBuffer):
+    """Keeps what a hook of the backward pass sees of the records."""
+
+    def __init__(self, reads):
+        super().__init__()
+        self.reads, self.seen = reads, 0.0
+        self.net[1].register_full_backward_hook(self.keep)
+
+    def keep(self, module, given, gradients):
+        seen = gradients[0].detach().abs().mean()
+        self.seen = seen if self.reads else 0.0
+        self.scale.copy_(0.0 if self.reads else seen)
+
+    def loss(self, x, y):
+        return super().loss(x, y) * (1 + 100 * self.seen)
+
+
+@pytest.mark.parametrize(("reads", "said"), [(False, "scale"), (True, "self.seen")])
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_what_the_backward_pass_keeps_is_compared(fit, reads, said, dry_run):
+    checks = {"checks": Checks(dry_run=dry_run, loss_graph=False)}
+    with pytest.raises((MisconfigurationException, VoidedRunError), match=said):
+        fit(InBackward(reads), 3, {"engine": "layers", **checks})
+
+
+class InHook(Base):
+    """Keeps the loss of a batch, or what was kept of it, and lets the next step follow it."""
+
+    seen = latest = 0.0
+
+    def loss(self, x, y):
+        loss = super().loss(x, y)
+        self.latest = loss.detach().clone()
+        return loss * (1 + 100 * self.seen)
+
+
+def keeps(self, *given):
+    loss = given[0] if given else None
+    self.seen = loss.detach() if isinstance(loss, torch.Tensor) else self.latest
+
+
+@pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_before_backward", "on_after_backward"])
+def test_what_the_hooks_of_a_step_keep_is_compared(fit, hook):
+    with pytest.raises(VoidedRunError, match=r"self\.seen"):
+        fit(type("Keeps", (InHook,), {hook: keeps})(), 3, {"engine": "layers"})
+
+
 @pytest.mark.parametrize("engine", ["layers", "records"])
 def test_weights_that_a_callback_writes_are_never_cleared(fit, tmp_path, engine):
     save = L.pytorch.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=6)
