@@ -309,7 +309,7 @@ def _check_lengths(at_steps: ArrayLike) -> NDArray[np.int64]:
     if lengths.size == 0:
         return lengths.astype(np.int64)
     if not np.issubdtype(lengths.dtype, np.integer) or not np.all(lengths >= 0):
-        raise ValueError(f"at_steps must be integers of at least 0, got {at_steps!r}.")
+        raise ValueError(f"at_steps={at_steps!r} must be integers of at least 0.")
     return lengths.astype(np.int64)
 
 
