@@ -331,7 +331,7 @@ def accountant_or_default(accountant: AbstractAccountant | None) -> AbstractAcco
 
 @dataclass(frozen=True)
 class EnvelopeAccountant(AbstractAccountant):
-    """:class:`PLDAccountant` for at most so many steps, none of which costs more than a declared one.
+    """:class:`PLDAccountant` for a limited number of steps, none costlier than a declared one.
 
     More noise than declared is a post-processing, and the cost grows with the rate and the number of
     steps, so whatever is inside the envelope costs no more than all of it, next to anything else. For
