@@ -1,4 +1,4 @@
-"""The strategy door: strategies that train privately."""
+"""Lightning strategies that train privately."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class CipherStream:
         self.capsule = _CAPSULE(ctypes.addressof(self._interface), _NAME, None)
 
     def bits(self, size: int) -> NDArray[np.uint64]:
-        """Return so many words of the stream, until the next call."""
+        """Return ``size`` words of the stream, valid until the next call."""
         if 8 * size > len(self._zeros):
             self._zeros, self._room = bytes(8 * size), np.empty(8 * size + 16, dtype=np.uint8)
         self._encrypt(memoryview(self._zeros)[: 8 * size], self._room.data)
@@ -185,7 +185,7 @@ class _Stream:
                 self._room, self._unused = torch.empty(0), 0
 
     def _draw(self, size: int) -> Tensor:
-        """Return so many values, a block at most, until the next call; each value is returned once."""
+        """Return ``size`` values, at most a block, valid until the next call; each is returned once."""
         if size > self._unused:
             # The calls cost more than a few values, so few are drawn for several times.
             self._fill(_BLOCK if _FEW * size <= _BLOCK else size + size % 2)
@@ -271,7 +271,7 @@ class NoiseSource:
         """Begin to write them over a flat vector, in threads where there is :meth:`has_background`.
 
         Returns:
-            What ends it. Before that nobody may touch the vector.
+            A function that ends it. The vector must not be touched before.
         """
         return self._begin_to(_write, vector, std)
 

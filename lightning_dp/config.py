@@ -659,7 +659,7 @@ def check_same(
     Args:
         before: of the checkpoint, described.
         now: the present one, by the names of its arguments.
-        default: tells the value of an argument that the checkpoint does not have.
+        default: returns the value of an argument that the checkpoint lacks.
     """
     refuse_unknown("its configuration", before, set(now))
     for name, value in now.items():

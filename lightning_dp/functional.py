@@ -266,7 +266,7 @@ def factor_norms(factors: Tensor) -> Tensor:
 
 
 def as_factor_norms(norms: Tensor, columns: int) -> Tensor:
-    """Return norms of rows with so many columns, in place, as :func:`factor_norms` says."""
+    """Return norms of rows with ``columns`` columns, in place, as :func:`factor_norms` says."""
     norms.add_(_LEAST_FACTOR * math.sqrt(columns))
     return norms.masked_fill_(norms > _LARGEST_FACTOR, math.inf)
 
@@ -331,7 +331,7 @@ def _numbers_of(
 
 @functools.lru_cache(maxsize=64)
 def _sums_of(blocks: tuple[int, ...]) -> Tensor:
-    """Return the matrix that adds up so many columns, and so many next to them, and so on."""
+    """Return the matrix that adds up the columns of each block."""
     place = torch.arange(len(blocks)).repeat_interleave(torch.tensor(blocks))
     return torch.nn.functional.one_hot(place, len(blocks)).double()
 

@@ -95,7 +95,7 @@ class Mechanism:
         num_records: N; the divisor of the mean at step t is B_t = q_t N.
         noise: where the noise comes from.
         world: the processes that share the step.
-        signal: follows the releases; None where nobody asks.
+        signal: follows the releases; None without advice.
         count_weight: κ of the count of clipped records in queries for a gradient; 0 counts none.
         spares_memory: no noise is drawn next to the gradients of the last step.
         quantile: moves the clip norm from step to step, by the counts that were released; None where the

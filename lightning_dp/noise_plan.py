@@ -127,7 +127,7 @@ class NoisePlan:
         return self.charges_before(step + number) - self.charges_before(step)
 
     def steps_of(self, charges: int, step: int) -> int:
-        """Return how many steps from this one on so many more charges afford."""
+        """Return the number of steps, from this one on, that ``charges`` more afford."""
         return (self.charges_before(step) + charges) * self.window + self.start - step
 
     def noise_multiplier(self, step: int) -> float:

@@ -153,7 +153,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         *(f"gradients.{file}" for file in ("batches", "fix", "side_effects", "snapshot")),
     ),
     "flwr": ("federated.flower",),
-    "dp_accounting": ("accounting.dp_event",),
+    "dp_accounting": ("accounting.events",),
     **dict.fromkeys(("pytorch_lightning", "optuna", "callbacks"), ()),
 }
 

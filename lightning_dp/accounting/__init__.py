@@ -30,18 +30,18 @@ __all__ = [
 if TYPE_CHECKING:
     from lightning_dp.accounting.base import epsilon_text
     from lightning_dp.accounting.calibration import calibrate
-    from lightning_dp.accounting.dp_event import to_dp_event
     from lightning_dp.accounting.events import (
         ZCDP,
         ApproximateDP,
         Gaussian,
         PoissonGaussian,
+        to_dp_event,
     )
     from lightning_dp.accounting.ledger import recover_journal, sweep_history
     from lightning_dp.accounting.pld import PLDAccountant, TradeOff, delta, epsilon, trade_off
     from lightning_dp.accounting.rdp import StreamingRDPAccountant
 else:
-    homes = ("events", "base", "pld", "rdp", "calibration", "ledger", "dp_event")
+    homes = ("events", "base", "pld", "rdp", "calibration", "ledger")
     __getattr__ = names_from(__name__, *homes)
 
 

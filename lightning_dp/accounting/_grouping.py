@@ -112,7 +112,7 @@ def as_mixture(steps: Steps, relation: str, spacing: float, exact: int) -> Mixtu
         steps: merged steps with z > 0.
         relation: fixes the coordinate in which the profile is convex.
         spacing: relative distance of neighbouring nodes.
-        exact: keep up to so many distinct steps as they are.
+        exact: the most distinct steps that are kept as they are.
     """
     if steps.counts.size <= exact:
         return _singles(steps)

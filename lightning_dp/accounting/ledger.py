@@ -172,7 +172,7 @@ class Ledger:
             raise VoidedRunError(self.voided)
 
     def note(self, kind: str, *content: Any) -> bool:
-        """Write a note into the journal, and return whether it was; a fault is told by the next charge.
+        """Write a note into the journal, and return whether it was; the next charge raises a fault.
 
         Args:
             kind: ``journal.DATA`` (number of records, name or None), or
@@ -201,7 +201,7 @@ class Ledger:
         self._is_planned |= self.note(PLAN, self._run, target_epsilon, last_step, is_replanned)
 
     def note_saved(self, ahead: int = 0) -> None:
-        """Note that a checkpoint has the steps that are charged, but so many that are not made yet."""
+        """Note that a checkpoint has the steps that are charged, except those that are not made yet."""
         if self._is_planned:
             self.note(SAVED, self._run, self._charges.steps_of(self._run) - ahead)
 
@@ -269,7 +269,7 @@ class Ledger:
 
 
 def crashed_plan(written: JournalContent, known: Charges, ahead: int = 0) -> PlannedRun | None:
-    """Return the plan of the run that a checkpoint is of, if nobody can have chosen to leave it.
+    """Return the plan of the run that a checkpoint is of, if leaving it cannot have been a choice.
 
     That is: charged steps were lost, neither this run nor a later one of the journal ended in order,
     all of them had one plan, and no checkpoint was written after this one.
@@ -475,7 +475,7 @@ class Neighbours:
     """Other journals with charges in a folder, newest first."""
 
     written: list[JournalContent] = field(default_factory=list)
-    unread: int = 0  # so many were too long to be read now
+    unread: int = 0  # number of those too long to be read now
     damaged: list[Path] = field(default_factory=list)
 
     @property

@@ -311,7 +311,7 @@ def _check_lengths(at_steps: ArrayLike) -> NDArray[np.int64]:
         return lengths.astype(np.int64)
     is_whole = np.issubdtype(lengths.dtype, np.integer)
     if not (is_whole and np.all(lengths >= 0) and lengths.max() <= _MOST_STEPS):
-        raise ValueError(f"at_steps must be integers from 0 to 2^63 - 1, got {at_steps!r}.")
+        raise ValueError(f"at_steps={at_steps!r} must be integers from 0 to 2^63 - 1.")
     return lengths.astype(np.int64)
 
 
@@ -333,7 +333,7 @@ def accountant_or_default(accountant: AbstractAccountant | None) -> AbstractAcco
 
 @dataclass(frozen=True)
 class EnvelopeAccountant(AbstractAccountant):
-    """:class:`PLDAccountant` for at most so many steps, none of which costs more than a declared one.
+    """:class:`PLDAccountant` for a limited number of steps, none costlier than a declared one.
 
     More noise than declared is a post-processing, and the cost grows with the rate and the number of
     steps, so whatever is inside the envelope costs no more than all of it, next to anything else. For

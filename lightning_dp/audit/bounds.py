@@ -26,7 +26,7 @@ _DELTAS = (1e-3, 1e-2, 0.05, 0.15, 0.3, 0.5, 0.7)  # at which a trade-off curve 
 def one_run_p_value(
     canaries: int, guesses: int, correct: int, epsilon: float, delta: float
 ) -> float:
-    r"""Bound the probability of so many correct guesses if the algorithm is (ε, δ)-private.
+    r"""Bound the probability of ``correct`` right guesses if the algorithm is (ε, δ)-private.
 
     m canaries are included by independent fair coins; from the output an attacker guesses r of the
     coins and v guesses are right. Then ``P[V >= v] <= β + 2 m δ α`` with
@@ -123,7 +123,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class StepKind:
-    """So many steps with noise multiplier z on records sampled at rate q."""
+    """Steps with noise multiplier z on records sampled at rate q."""
 
     noise_multiplier: float
     sample_rate: float

@@ -265,13 +265,17 @@ def check_query(records: Records, plan: NoisePlan, query: Query, step: int, part
     if z > 0 and not is_of_ordinary_size(query):
         raise MessageError(
             f"clip_norm={query.clip_norm} with noise_multiplier={query.noise_multiplier} at step "
-            f"{step}: records cannot be clipped to numbers that small or large."
+            f"{step}: records cannot be clipped to numbers that small or large. Use numbers between "
+            f"{_SMALLEST:g} and {_LARGEST:g}."
         )
     state = plan.estimator.recall(query, step, part)
     if state is None:
         for term in query.terms:
             if term.weight and not _SMALLEST <= abs(term.weight) <= _LARGEST:
-                raise MessageError(f"A term of step {step} has the weight {term.weight}.")
+                raise MessageError(
+                    f"A term of step {step} has the weight {term.weight}. Use 0, or sizes between "
+                    f"{_SMALLEST:g} and {_LARGEST:g}."
+                )
         return
     here = cast("Tensor", query.terms[0].point)
     try:

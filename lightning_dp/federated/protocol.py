@@ -72,7 +72,7 @@ class Records(Protocol):
 class Quorum:
     """The clients that a round needs, and the limits on waiting: public, and fixed before the run.
 
-    Once a round has its quorum, it goes on when ``wait`` is over, or nobody else is worth waiting for:
+    Once a round has its quorum, it goes on when ``wait`` is over, or no other is worth waiting for:
     those who failed ``tries`` times in it, and those who were left out before and have sent nothing
     usable since. Who is left out counts as zero under the denominator of all, and is asked again in
     the next round.
@@ -103,7 +103,7 @@ class Quorum:
         normalise(self, above_0, "wait", "patience")
 
     def least(self, num_clients: int) -> int:
-        """Return the number of clients that a round needs, of so many."""
+        """Return the number of clients that a round needs, of all."""
         return whole("clients", self.clients or num_clients // 2 + 1, 1, num_clients)
 
 
@@ -143,7 +143,7 @@ class Attendance:
         self._failures[client] += 1
 
     def is_over(self, awaited: Collection[int], now: float) -> bool:
-        """Return True if nobody who is awaited is worth waiting for."""
+        """Return True if no client that is awaited is worth waiting for."""
         return now - self.began >= self.quorum.wait or all(
             client in self._silent or self._failures[client] >= self.quorum.tries
             for client in awaited

@@ -252,7 +252,7 @@ def leaves(batch: Any, *, rows: bool = False) -> list[Leaf]:
         >>> leaves({"x": [1.0, "a"], "y": 2}, rows=True)
         [[1.0, 'a'], 2]
     """
-    # Most parts are tensors, numbers or plain lists: at every step, that is told at once.
+    # Most parts are tensors, numbers or plain lists, which is quick to find at every step.
     is_leaf = type(batch) in _LEAVES or (rows and _is_row(batch))
     if is_leaf or (inside := _parts(batch)) is None:
         return [batch]

@@ -288,7 +288,7 @@ class Rows(AbstractForm):
 _HIDDEN = 1e-9
 _ORDINARY = (1e-5, 1e9)
 
-# Rounding errors of an inner product of so many entries, relative to the norms, stay below half of this
+# Rounding errors of an inner product of this many entries, relative to the norms, stay below half of this
 # many units, also of equal entries, whose errors do not cancel: 8.5 were seen, and 390 of 40,000 at once.
 _ENTRIES_AT_ONCE, _ROUNDING = 512, 20
 _SUMMED = 256  # entries that are added in float32 where there is no float64

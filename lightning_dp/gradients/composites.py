@@ -241,7 +241,7 @@ class _Layer:
     ) -> tuple[Tensor, State]:
         """Return the outputs of all steps (B, T, width), and the last state, for x (B, T, features).
 
-        ``goes_on`` tells for each step which sequences have it, shape (B, 1).
+        ``goes_on`` marks the sequences that have each step, shape (B, 1).
         """
         is_first = not x.requires_grad
         inputs, hidden, projection = self.values

@@ -32,7 +32,7 @@ _WHOLE = (
     "With manual optimization or several optimizers, training_step runs with the whole batch, which "
     "engine={!r} does not. Leave the engine at 'auto'."
 )
-_LONGEST = 300  # characters of a reason that is told in short
+_LONGEST = 300  # characters of a reason in short
 
 
 Kind: TypeAlias = type[AbstractGradientEngine]

@@ -102,7 +102,7 @@ def has_seen_data(layer: BatchNorm) -> bool:
 
 
 def number_of_groups(channels: int, channels_per_group: int) -> int:
-    """Return the largest number of equal groups of at least so many channels; at most 32.
+    """Return the largest number of equal groups with at least this many channels; at most 32.
 
     One group, if there are fewer channels. A group of one channel would make a constant of it
     wherever a layer sees one position for each record, as after a linear layer.
@@ -249,7 +249,7 @@ def fix(
         attention: replace ``nn.MultiheadAttention`` as well.
 
     Returns:
-        The model. What was done, and what could not be, is told by Lightning's logger (INFO).
+        The model. Lightning's logger (INFO) lists the changes, and what must be changed by hand.
 
     Raises:
         TypeError: if it is not a module.

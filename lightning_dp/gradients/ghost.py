@@ -46,7 +46,7 @@ _ONCE = (
     "engine='layers'."
 )
 
-# What is made of the records is made slice by slice: of so many bytes that go into a layer and come back.
+# Records are worked on in slices of this many bytes that go into a layer and come back.
 _SLICE, _SLICE_ELSEWHERE = 2 << 20, 64 << 20
 _ROWS = 2 << 20  # gradients of records of one slice that may be made at once
 

@@ -81,13 +81,13 @@ class Call:
     """One call of a layer or function with parameters, until the backward pass comes to it.
 
     Args:
-        rule: tells the uses of its parameters.
+        rule: returns the uses of its parameters.
         layer: has them, as the rule reads them.
         inputs: what the rule takes of the call.
         edge: where the gradient of the output arrives.
         is_first: no other call feeds it.
-        folding: tells whose the rows are; None if they are the samples.
-        owners: tells of which units the samples are, whose means are taken; None if each is one.
+        folding: the record of each row; None if rows are the samples.
+        owners: the unit of each sample, whose mean is taken; None if each is one.
         shape: of the gradient for the rule; None if it is as it arrives.
         name: in the model, or of the function.
     """
@@ -419,7 +419,7 @@ class AbstractLayerEngine(AbstractGradientEngine):
         self._held = {layer: tuple(layer._parameters.values()) for layer in rules}
         self._used = {layer: [id(param) for param in _used_by(layer)] for layer in rules}
         self._hooks = ModuleHooks()
-        me: Any = proxy(self)  # so that its memory is free as soon as nobody has the engine
+        me: Any = proxy(self)  # so that its memory is free as soon as the engine is
         for layer, rule in rules.items():  # before the user's hooks, which may change the output
             register = partial(layer.register_forward_hook, prepend=True, with_kwargs=True)
             self._hooks.add(layer, register, partial(type(self)._watch, me, rule))

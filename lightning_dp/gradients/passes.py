@@ -340,7 +340,7 @@ class RecordPasses:
         return nullcontext() if self.engine.one_record else self._compiled.as_written()
 
     def check_loss(self, loss: Tensor, size: int) -> None:
-        """Refuse a loss that mixes so many records by more than sums, before its backward pass."""
+        """Refuse a loss that mixes its records by more than sums, before its backward pass."""
         if self._checks_graph and not self.engine.isolates:
             check_loss_graph(loss, size, self.engine.outputs_of_layers())
 

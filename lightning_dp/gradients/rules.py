@@ -177,7 +177,7 @@ class _Entry:
     functions: Mapping[str, str]
     holds: Callable[[FunctionLayer, Tensor], bool] = lambda layer, input: True  # for one call
     # Dimensions between the records and what the rule is about are positions of a record. Other rules
-    # take one row each: what stands there belongs into the rows, whose records a folding tells.
+    # take one row each: what stands there belongs into the rows, whose records a folding holds.
     by_position: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)  # other than a FunctionLayer's
 

@@ -50,7 +50,7 @@ __all__ = [
     "stand_by",
 ]
 
-# A fault shows in so many of the further exchanges; a tie that rounding decides does not come again.
+# Further exchanges in which a fault must show; a tie that rounding decides does not come again.
 _ATTEMPTS, _MUST_SHOW = 8, 2
 _KEPT = ("buffer", "parameter")  # in every checkpoint
 _TOO_COARSE = "the model computes in half precision, which is too coarse"
@@ -554,7 +554,7 @@ class Schedule:
     epoch, where epochs are long enough: 24 of them, and one for each 60 steps.
 
     Args:
-        name: of the run; nobody can know it when the model is written.
+        name: of the run, unknown when the model is written.
 
     Example:
         >>> schedule = Schedule("a run")

@@ -65,10 +65,13 @@ TOLERANCE = 0.05
 """C that the sum of the whole batch may move by: rounding, and no coupling worth the name."""
 
 _ROUNDING = 1e-4  # of a gradient's length
-_SINGLE, _HALF_ROUNDING = 1e-5, 8.0  # eps of coarser types is larger; so many of it are rounding
+_SINGLE, _HALF_ROUNDING = (
+    1e-5,
+    8.0,
+)  # units of eps that are rounding; coarser types have a larger eps
 _OUTPUT_ROUNDING = 1e-3  # of a module's largest output
 _SKETCH = 1 << 16  # entries that are kept of a longer sum
-_PARAMETERS, _ENTRIES = 8, 32  # of so many parameters, so many entries of each gradient
+_PARAMETERS, _ENTRIES = 8, 32  # parameters looked at, and entries of each gradient
 
 
 @dataclass(frozen=True)

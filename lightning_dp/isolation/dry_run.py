@@ -103,7 +103,7 @@ class DryRun:
             settings: makes the settings of a comparison, by ``query``, ``whole``, ``seed`` and
                 ``fewer``; asked when an engine has run.
             clip_norm: the bound C.
-            twins: is told what follows the samples.
+            twins: notes what follows the samples.
 
         Raises:
             UnsupportedModelError: if no engine takes the model, or no record has a gradient.

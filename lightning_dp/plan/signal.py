@@ -155,7 +155,7 @@ class Signal:
         return total
 
     def recent(self, steps: int) -> Stretch:
-        """Return the sums over the last stretches that hold at least so many steps."""
+        """Return the sums over the last stretches that hold at least ``steps`` steps."""
         total = Stretch()
         for each in reversed(self.stretches):
             if total.steps >= steps:
@@ -320,7 +320,7 @@ def _asks_gradient(query: Query) -> bool:
 
 
 def _weight(averaged: int) -> float:
-    """Return the weight of the next release in the average of so many before it."""
+    """Return the weight of the next release in the average of ``averaged`` before it."""
     return (1 + _MEMORY) / (averaged + 1 + _MEMORY)
 
 

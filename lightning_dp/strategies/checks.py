@@ -241,7 +241,7 @@ def weak_settings(config: PrivacyConfig, batches: BatchPlan) -> Iterator[tuple[s
     if isinstance(config.sampling, Poisson) and not batches.sample_rate < 1:
         warning = (
             f"The batch size (batch_size · accumulate_grad_batches · processes) reaches the {records} "
-            f"{unit}s of the training set, so each step uses all of them: sampling hides nobody, and a "
+            f"{unit}s of the training set, so each step uses all of them: sampling hides none, and a "
             "step costs as much ε as it can. If that is meant, say sampling=FullBatch(); else give "
             "the DataLoader a smaller batch_size."
         )

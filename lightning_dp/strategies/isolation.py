@@ -86,7 +86,7 @@ class IsolationWatch:
 
     Args:
         trainer: of the fit.
-        step: the model's side of the fit's steps; it is told of faults.
+        step: the model's side of the fit's steps; it notes faults.
         run: counts comparisons.
         world: the processes.
         run_step: runs ``training_step`` under the strategy's precision.
@@ -207,7 +207,7 @@ class IsolationWatch:
                 warn(text, topic="one-by-one")
 
     def _read(self, records: Sequence[int]) -> list[Any]:
-        """Read records once more; the random numbers of the run go on as if nobody had."""
+        """Read records once more; the random numbers of the run go on unchanged."""
         dataset = self._loader.dataset
         kept = getattr(dataset, "__dict__", {})  # a list has none
         own = [each for each in kept.values() if isinstance(each, OWN_GENERATORS)]
@@ -325,7 +325,7 @@ class IsolationWatch:
         return {name for name, param in self._module.named_parameters() if id(param) in moved}
 
     def _open_weights(self) -> set[str]:
-        """Return the names of those of them that no comparison has cleared, and nobody declared."""
+        """Return the names of those that no comparison has cleared and that are not declared."""
         return set(filterfalse(self._is_public, self._written_since()))
 
     def _versions(self) -> tuple[int, ...]:
@@ -458,7 +458,7 @@ class IsolationWatch:
 
     @property
     def _needs_gradients(self) -> bool:
-        """False if records ran alone, and nobody but torch made a batch of them."""
+        """False if records ran alone, and torch itself made the batch."""
         engine = self._step.engine.passes.engine
         return not (engine.isolates and (engine.one_record or self._is_plain))
 
@@ -577,7 +577,7 @@ def _starts_batches(owner: object) -> bool:
 
 
 def _copied(leaf: Any) -> Any:
-    """Return a copy of what may be written to; all else is told by which object it is."""
+    """Return a copy of what may be written to; all else is compared by identity."""
     if isinstance(leaf, Tensor):
         return leaf.detach().clone()
     return copy.deepcopy(leaf) if isinstance(leaf, np.ndarray | list) else leaf
@@ -618,7 +618,7 @@ class PublicStops:
 
     Args:
         trainer: of the fit.
-        run: is told of the end.
+        run: notes the end.
         twins: what follows the records in the module, as far as comparisons have found it.
     """
 
@@ -674,7 +674,7 @@ class PublicStops:
 
     def _is_public(self, stops: Callable[[object], bool]) -> bool:
         if not self._run.config.checks.comparisons:
-            return False  # nobody knows what follows the records
+            return False  # what follows the records is unknown
         return all(self._stops_where(sign, stops) for sign in (0.0, 1.0, -1.0))
 
     def _stops_where(self, sign: float, stops: Callable[[object], bool]) -> bool:

@@ -323,7 +323,10 @@ class PrivateStep:
         """
         batch, chunk, query = self._batch, self._batch.chunk, mechanism.query
         if chunk is None:
-            raise RefusedRun("training_step ran twice for one batch.", topic="batches-and-steps")
+            raise RefusedRun(
+                "training_step ran twice for one batch. Leave its call to Lightning.",
+                topic="batches-and-steps",
+            )
         batch.chunk = None
         seeds = _seeds(len(forwards))
         replays = [

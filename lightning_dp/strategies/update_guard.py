@@ -1,4 +1,4 @@
-"""Guards of the update: nobody but the optimizer moves weights, by the gradient that was released."""
+"""Guards of the update: only the optimizer moves weights, by the gradient that was released."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ class StepGuard:
 class GradientGuard:
     """Compares ``p.grad``, when the optimizer is about to use it, with what was released.
 
-    - It must be the same tensor, in the same memory, and nobody may have written to it.
+    - It must be the same tensor, in the same memory, and must not have been written to.
     - Lightning's own clipping, done at each step as at the first one, is no edit. Where it is asked
       for before the release, as in manual optimization, it is done after it.
     - The moments of the optimizer are its own, and it steps for each batch, or for none.
@@ -387,7 +387,7 @@ class GradientGuard:
         return _SKIPPED if is_fault else None
 
     def note_state(self, optimizer: Optimizer) -> None:
-        """Remember the optimizer's moments: until it steps again, nobody else may write to them."""
+        """Remember the optimizer's moments: until it steps again, nothing else may write to them."""
         self._state = _state_of(optimizer)
 
     def look_at_state(self, optimizer: Optimizer) -> None:
@@ -471,7 +471,7 @@ def _state_of(optimizer: Optimizer) -> list[tuple[Tensor, int]]:
 
 
 def watched(plugin: Precision, guard: GradientGuard, private: Optimizer) -> Precision:
-    """Return the plugin with a ``clip_gradients`` that tells of its calls for the private optimizer.
+    """Return the plugin with a ``clip_gradients`` that notes its calls for the private optimizer.
 
     It is of a subclass, with the attributes of the plugin, not copies of them. A plugin that clips in
     its own way is returned as it is: what it does is an edit. It has no loss scaler, whose factor and

@@ -253,7 +253,8 @@ def test_a_line_that_a_crash_cut_does_not_count_and_one_that_was_lost_is_noticed
             assert of(tmp_path).release(spending(), 1, 0, noise) == sent
             assert history(tmp_path) == [(EVENTS[0], 1), (EVENTS[1], 1)]
             assert read_release_file(path)[1] == {(1, 0): sent}
-    path.write_bytes(whole[:-1] + begun[len(whole) :])  # the reply before it is not whole
+    other = bytes([whole[-1] ^ 1])  # the reply before it is another
+    path.write_bytes(whole[:-1] + other + begun[len(whole) :])
     with pytest.raises(JournalError, match="its checksum is wrong"):
         read_release_file(path)
 

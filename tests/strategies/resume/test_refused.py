@@ -14,9 +14,7 @@ import torch
 
 from lightning_dp import FullBatch, Momentum
 from lightning_dp._refusals import PrivacyWarning
-from lightning_dp.accounting import recover_journal
-from lightning_dp.accounting.events import PoissonGaussian
-from lightning_dp.accounting.journal import JournalError, read_journal
+from lightning_dp.accounting.journal import JournalError
 from lightning_dp.schedules import Exponential
 
 
@@ -97,23 +95,11 @@ def lines(content: bytes) -> list[bytes]:
     return content.splitlines(keepends=True)
 
 
-def without_the_byte_in_the_middle(content: bytes) -> bytes:
-    middle = len(content) // 2
-    return content[:middle] + content[middle + 1 :]
-
-
-def with_another_digit(content: bytes) -> bytes:
-    return content.replace(b'"noise_multiplier":1', b'"noise_multiplier":9', 1)
-
-
 DAMAGE: list[tuple[Callable[[bytes], bytes | None], str]] = [
     # an older copy of the file: it lost the last six of ten charges, or all
     (lambda old: b"".join(lines(old)[:5]), "lacks charges of the checkpoint.*recover_journal"),
     (lambda old: lines(old)[0], "lacks charges of the checkpoint.*recover_journal"),
-    (without_the_byte_in_the_middle, "is damaged"),
-    (with_another_digit, "is damaged: line 3 fails its checksum"),
     (lambda old: b"".join(lines(old)[:4] + lines(old)[5:]), "is damaged before line 5"),
-    (lambda old: b"", "is empty"),
     (lambda old: None, r"is missing.*ledger_dir.*recover_journal\(checkpoint_path, directory"),
 ]
 
@@ -125,20 +111,6 @@ def test_bad_journal_is_refused(fit, saved, tmp_path):
         found = damage(whole)
         journal.unlink() if found is None else journal.write_bytes(found)
         refused(fit, saved, tmp_path / "a.ckpt", JournalError, match)
-
-
-def test_torn_last_line_is_a_charge_whose_data_was_never_touched(fit, saved, tmp_path):
-    journal = saved.ledger.journal_path
-    journal.write_bytes(journal.read_bytes().rpartition(b"[null")[0][:-3])  # the last charge
-    resumed = fit(tmp_path / "a.ckpt", max_steps=8)
-    assert resumed.privacy.steps == 9 + 2
-    assert read_journal(journal)[1].total == 11
-
-
-def test_journal_of_another_ledger_is_refused(fit, saved, tmp_path):
-    other = fit(max_steps=10, default_root_dir=tmp_path / "other")
-    shutil.copy(other.ledger.journal_path, saved.ledger.journal_path)
-    refused(fit, saved, tmp_path / "a.ckpt", JournalError, "belongs to ledger")
 
 
 def test_moved_journal_is_found_through_ledger_dir(fit, saved, tmp_path):
@@ -153,16 +125,3 @@ def test_moved_journal_is_found_through_ledger_dir(fit, saved, tmp_path):
     resumed.trainer.save_checkpoint(tmp_path / "b.ckpt")
     again = fit(tmp_path / "b.ckpt", max_epochs=3)
     assert again.privacy.steps == 28 + 12
-
-
-def test_recovered_journal_charges_the_bound(fit, saved, tmp_path):
-    journal = saved.ledger.journal_path
-    journal.write_bytes(without_the_byte_in_the_middle(journal.read_bytes()))
-    with pytest.raises(JournalError, match="move it away first"):
-        recover_journal(tmp_path / "a.ckpt", journal.parent, unrecorded_steps=4)
-    journal.rename(tmp_path / "damaged")
-    # The checkpoint holds 6 steps; 4 were made after it, of which we say: at most 7.
-    assert recover_journal(tmp_path / "a.ckpt", journal.parent, unrecorded_steps=7) == journal
-    resumed = fit(tmp_path / "a.ckpt")
-    assert resumed.probe.optimizer_steps == 18
-    assert resumed.ledger.history() == [(PoissonGaussian(1.0, 4 / 48), 6 + 7 + 18)]
