@@ -100,6 +100,7 @@ class Mechanism:
         spares_memory: no noise is drawn next to the gradients of the last step.
         quantile: moves the clip norm from step to step, by the counts that were released; None where the
             estimator's own holds.
+        left_over: planned events of earlier fits, which ended before their plans.
     """
 
     plan: NoisePlan
@@ -113,6 +114,7 @@ class Mechanism:
     count_weight: float = 0.0
     spares_memory: bool = False
     quantile: AdaptiveQuantile | None = None
+    left_over: History = ()
     clip_norm: float | None = field(default=None, init=False)  # of the next step, once it has moved
     noise_variance: float | None = field(default=None, init=False)
     """Of the noise in each entry of the latest private gradient; None where it is not known."""
@@ -164,6 +166,11 @@ class Mechanism:
     def unasked(self) -> History:
         """Planned events of the steps that asked nothing, and so were not charged."""
         return list(self._unasked.items())
+
+    @property
+    def uncharged(self) -> History:
+        """All planned events that were not charged, and will not be."""
+        return [*self._unasked.items(), *self.left_over]
 
     # -- ask ---------------------------------------------------------------------------------
 
@@ -421,6 +428,7 @@ class Mechanism:
             "postprocessing": self._postprocessing_states,
             "schedule": self._schedule_state,
             "unasked": [[event.to_dict(), count] for event, count in self._unasked.items()],
+            "left_over": [[event.to_dict(), count] for event, count in self.left_over],
             "signal": None if self.signal is None else self.signal.state_dict(),
             "clip_norm": self.clip_norm,
             "noise": self._filter.covariance,
@@ -437,6 +445,7 @@ class Mechanism:
         self._postprocessing_states = list(state["postprocessing"])
         self._schedule_state = state["schedule"]
         self._unasked = {event_from_dict(event): int(n) for event, n in state["unasked"]}
+        self.left_over = [(event_from_dict(e), int(n)) for e, n in state.get("left_over", ())]
         self._is_loaded = True
         self.clip_norm = state.get("clip_norm")
         self._filter.covariance = state.get("noise", self._filter.covariance)

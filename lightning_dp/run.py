@@ -18,7 +18,7 @@ from lightning_dp._noise import CorrelatedSource, NoiseSource, random_generator
 from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._world import World
 from lightning_dp.accounting.base import EpsilonCache
-from lightning_dp.accounting.events import History
+from lightning_dp.accounting.events import History, counted
 from lightning_dp.accounting.journal import BUDGET, DATA
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.accounting.pld import PLDAccountant, epsilon_curve
@@ -115,9 +115,14 @@ class PlannedFit:
         return cls(mechanism, step + planned_steps, step + affordable, draw=draw)
 
     @property
+    def last_step(self) -> float:
+        """The step at which the plan ends, or the budget before it; may be infinite."""
+        return min(self.end, self.affordable_end)
+
+    @property
     def remaining(self) -> float:
         """Steps of the plan that are left and that the budget affords."""
-        left = max(0, min(self.end, self.affordable_end) - self.mechanism.step)
+        left = max(0, self.last_step - self.mechanism.step)
         return min(left, self.mechanism.guard.remaining)
 
     @cached_property
@@ -258,7 +263,8 @@ class PrivateRun:
     def epsilon_of_plan(self) -> float | None:
         """ε of the whole plan, also of its steps that asked nothing; None if it has no end.
 
-        What must be claimed if results decided when to stop, or which steps to leave out.
+        What must be claimed if results decided when to stop, or which steps to leave out. What was
+        planned for earlier fits counts, too, where they ended before.
         """
         mechanism, remaining = self.mechanism, self.remaining_steps
         if mechanism is None or not math.isfinite(remaining):
@@ -267,7 +273,7 @@ class PrivateRun:
         if self.is_adaptive:
             return self._claim(delta) if self.steps + remaining else self.epsilon
         left = mechanism.plan.history(mechanism.step, int(remaining))
-        history = [*self.ledger.history(), *mechanism.unasked, *left]
+        history = [*self.ledger.history(), *mechanism.uncharged, *left]
         return self._cache.epsilon(history, delta, self.config.relation)
 
     def epsilon_beside(self, others: History) -> float | None:
@@ -277,7 +283,7 @@ class PrivateRun:
             return None
         plan, now, left = mechanism.plan, mechanism.step, int(more)
         first = plan.history(now, left) if plan.is_constant else []
-        before = [*others, *self.ledger.history(), *mechanism.unasked, *first]
+        before = [*others, *self.ledger.history(), *mechanism.uncharged, *first]
         history = CheckedHistory.of(before)
         if left and not plan.is_constant:
             history = history.followed_by(plan.steps(now, left))
@@ -419,7 +425,7 @@ class PrivateRun:
             new = budget.scale(planned_steps, step, self.epsilon)
             is_calibrated = resumed is None or scale < new < math.inf
             scale = new if is_calibrated else scale
-        return PlannedFit.declare(
+        fit = PlannedFit.declare(
             budget,
             self.ledger,
             world,
@@ -428,6 +434,24 @@ class PrivateRun:
             is_calibrated=is_calibrated and self.config.noise_multiplier is None,
             state=state,
         )
+        fit.mechanism.left_over = self._left_over(fit, goes_on=state is not None)
+        return fit
+
+    def _left_over(self, fit: PlannedFit, *, goes_on: bool) -> History:
+        """Return what was planned, and no fit will make any more: results may have ended the last one."""
+        before, known, last = self._fit, fit.mechanism.left_over, math.inf
+        if self._resumed is not None:
+            before, last = fit, self._resumed.get("last_step") or math.inf
+        elif before is not None:
+            last = before.last_step
+            known = known if goes_on else before.mechanism.uncharged
+        if before is None or self.is_adaptive:
+            return known
+        # A plan that the budget cuts short is no shorter by anybody's choice.
+        plan, first = before.mechanism.plan, fit.end if goes_on else before.mechanism.step
+        if not first < last < math.inf or plan.scale == math.inf:
+            return known
+        return counted([*known, *plan.history(int(first), int(last - first))])
 
     @property
     def _resumed_scale(self) -> float:
@@ -516,6 +540,7 @@ class PrivateRun:
             "mechanism": None if mechanism is None else mechanism.state_dict(),
             "ledger": self.ledger.state_dict(),
             "costliest": None if self._fit is None else self._fit.costliest,
+            "last_step": None if self._fit is None else self._fit.last_step,
         }
 
     def load_state_dict(self, state: dict[str, Any], directory: Path, world: World) -> None:

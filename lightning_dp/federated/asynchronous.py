@@ -407,15 +407,17 @@ class AsyncClient(RoundClient):
         instance("plan", self.plan, AsyncPlan)
         privacy = instance("privacy", self.privacy, ClientPrivacy)
         normalise(self, positive, "share")
+        rounds = range(self.plan.rounds)
+        # Asked once: what is drawn and noised is what was declared and charged.
+        self._sizes = [self.share * self.plan.sizes(i) for i in rounds]
+        self._noises = [privacy.noise(i) for i in rounds]
         budget = (privacy.target_epsilon, privacy.target_delta, privacy.relation)
         self._declare(self.plan.rounds, budget, privacy.seed)
-        rounds = range(self.plan.rounds)
         if self.plan.max_grad_norm is not None:
             self._check_limit("share", self.share, self.plan.share)
         self._check_limit("max_grad_norm", privacy.max_grad_norm, self.plan.max_grad_norm)
-        noise = max(privacy.noise(i) for i in rounds)
-        self._check_limit("noise_multiplier", noise, self.plan.noise_multiplier)
-        largest = max(self.plan.sizes(i) for i in rounds) * self.share
+        self._check_limit("noise_multiplier", max(self._noises), self.plan.noise_multiplier)
+        largest = max(self._sizes)
         if not largest <= self.records.num_records:
             raise RefusedSetting(
                 f"A round asks for a batch of {largest:g} in expectation, and this client has "
@@ -425,17 +427,17 @@ class AsyncClient(RoundClient):
             )
 
     def _rate(self, i: int) -> float:
-        return min(1.0, self.share * self.plan.sizes(i) / self.records.num_records)
+        return min(1.0, self._sizes[i] / self.records.num_records)
 
     def events(self, i: int) -> Sequence[AbstractEvent]:
-        z, is_client = self.privacy.noise(i), self.records.unit == "client"
+        z, is_client = self._noises[i], self.records.unit == "client"
         return [Gaussian(z) if is_client else Poisson().event(z, self._rate(i))]
 
     def update(
         self, i: int, point: Tensor, rng: np.random.Generator, source: NoiseSource
     ) -> Tensor:
         coordinates = self.plan.coordinates(i, len(point))
-        C, z = self.privacy.max_grad_norm, self.privacy.noise(i)
+        C, z = self.privacy.max_grad_norm, self._noises[i]
         query = Query((Term(1.0, point),), C, z, coordinates)
         batch = draw(self.records, self._rate(i), rng)
         return noised_sum(self.records, query, batch, source).value

@@ -130,6 +130,31 @@ def test_shares_scale_the_batches_and_noise_may_depend_on_the_round(tmp_path):
 # -- plans and sequences -----------------------------------------------------------------------
 
 
+def test_noise_and_batches_are_those_that_were_charged_whatever_a_function_gives_later(tmp_path):
+    """Of functions that give less noise, and more records, each time that they are asked."""
+    asked = []
+
+    class Seen(LogCosh):
+        def bounded_sum(self, query, records):
+            asked.append(query.noise_multiplier)
+            return super().bounded_sum(query, records)
+
+    def noise(i):
+        noise.left = max(noise.left / 2, 0.01)
+        return noise.left
+
+    def sizes(i):
+        sizes.now = min(sizes.now + 1, RECORDS)
+        return sizes.now
+
+    noise.left, sizes.now = 64.0, 1
+    ledger, privacy = ReleaseLedger(tmp_path, "data"), ClientPrivacy(1.0, noise, math.inf)
+    impure = AsyncClient(Seen(), AsyncPlan(2, sizes, STEPS), privacy, ledger, run="trial")
+    for i in range(2):
+        drive(impure, i)
+    assert [event.noise_multiplier for event, _ in ledger.history()] == asked == [32.0, 16.0]
+
+
 def test_the_papers_sequences_have_the_papers_rounds():
     """Examples 3 and E.2.1: 183 rounds of 16 + ⌈1.322 i⌉, 1563 of 16; 80 of 5 x 50; 20 of 5 x 200."""
     assert rounds_for(PolynomialSizes(1.322, 16), 25_000) == 183

@@ -354,6 +354,7 @@ def test_in_the_middle_of_a_step_the_state_holds_released_values_only(trial):
         "postprocessing",
         "schedule",
         "unasked",
+        "left_over",
         "signal",
         "clip_norm",
         "noise",

@@ -13,9 +13,12 @@ from dp_accounting.pld.pld_privacy_accountant import PLDAccountant as PLDReferen
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from lightning_dp import FullBatch
+from lightning_dp import Diff2, FullBatch, PrivacyConfig
 from lightning_dp._refusals import PrivacyWarning
+from lightning_dp._world import World
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian
+from lightning_dp.run import PrivateRun
+from lightning_dp.sampling import BatchPlan
 from lightning_dp.schedules import Exponential
 from tests.zoo import private
 
@@ -229,3 +232,77 @@ def test_a_delta_that_may_publish_a_record_warns_once(delta, warned, model, fit)
     for text in said:
         assert f"target_delta={delta:g} is not below 1/N = 0.00417 for the N = 240" in text
         assert "publishes a record" in text and "Choose δ well below 1/N, 0.0001 say" in text
+
+
+# -- what was planned, and ended before ----------------------------------------------------------
+
+
+class Ending:
+    """Fits of one object without a Trainer, some of which end before their plan."""
+
+    def __init__(self, folder, **arguments):
+        self.folder = folder
+        self.config = PrivacyConfig(target_delta=DELTA, **{"noise_multiplier": 1.0, **arguments})
+
+    def fit(self, run, planned, made, steps_before=0):
+        run.use_batches(BatchPlan(1000, 0.1, 1, 10))
+        run.start(planned, World(), self.folder, steps_before)
+        for _ in range(made):
+            run.mechanism.ask([torch.zeros(3)])
+            run.mechanism.tell([torch.zeros(3)])
+        run.stop()
+        return run
+
+    def resumed(self, state):
+        run = PrivateRun(self.config)
+        run.load_state_dict(state, self.folder, World())
+        return run
+
+
+def of(steps):
+    return epsilon([PoissonGaussian(1.0, 0.1)] * steps)
+
+
+def test_a_further_fit_does_not_take_back_the_plan_of_one_that_a_result_ended(tmp_path):
+    ending = Ending(tmp_path)
+    run = ending.fit(PrivateRun(ending.config), 200, 30)
+    assert run.epsilon == of(30) and run.epsilon_of_plan == of(200)
+    ending.fit(run, 10, 10)  # of another Trainer
+    assert run.epsilon == of(40) and run.epsilon_of_plan == pytest.approx(of(210), rel=1e-6)
+    again = ending.fit(ending.resumed(run.state_dict()), 10, 4)
+    assert again.epsilon_of_plan == pytest.approx(of(220), rel=1e-6)
+    assert PrivateRun(ending.config).epsilon_of_plan is None
+
+
+def test_fewer_steps_than_were_planned_are_a_stop(tmp_path):
+    ending = Ending(tmp_path)
+    run = ending.fit(PrivateRun(ending.config), 200, 30)
+    state = run.state_dict()
+    ending.fit(run, 20, 20, steps_before=30)  # max_steps=50 now
+    assert run.epsilon == of(50) and run.epsilon_of_plan == pytest.approx(of(200), rel=1e-6)
+    shorter = ending.fit(ending.resumed(state), 10, 10)  # in another process: 30 + 20 + 10 are made
+    assert shorter.epsilon_of_plan == pytest.approx(of(220), rel=1e-6)
+    state.pop("last_step")  # an earlier version did not write it down
+    assert ending.fit(ending.resumed(state), 10, 10).epsilon_of_plan == of(70)
+
+
+def test_a_plan_that_the_budget_ends_is_whole(tmp_path):
+    """As after a crash: steps that were lost are charged, so that fewer are left."""
+    ending = Ending(tmp_path, target_epsilon=of(50) * 1.0001)
+    run = ending.fit(PrivateRun(ending.config), 200, 20)
+    state = run.state_dict()
+    ending.fit(run, 180, 10, steps_before=20)
+    resumed = ending.fit(ending.resumed(state), 180, 20)
+    assert resumed.exhausted and resumed.epsilon == resumed.epsilon_of_plan == of(50)
+
+
+def test_steps_that_asked_nothing_count_in_further_fits(tmp_path):
+    ending = Ending(tmp_path, estimator=Diff2(restart_every=4))
+    run = ending.fit(PrivateRun(ending.config), 8, 8)  # at rest: 2 restarts, and 6 that ask nothing
+    alone = run.epsilon_of_plan
+    assert run.steps == 2 and alone > run.epsilon
+    ending.fit(run, 8, 8)
+    assert run.epsilon_of_plan > alone
+    twice = [*run.ledger.history(), *run.mechanism.uncharged]
+    assert sum(count for _, count in twice) == 16
+    assert run.epsilon_of_plan == PLDAccountant().epsilon(twice, DELTA)
