@@ -190,7 +190,8 @@ def check_loss_graph(loss: Tensor, records: int, outputs: Collection[Any]) -> No
     One walk goes from the loss back to the rows, which are tensors with a dimension that is a multiple
     of the number of records; what happens before them is not judged. On the way only sums, means,
     constant factors and changes of shape may stand, and anything within a single record
-    (``losses[3].sqrt()``). A factor without a gradient is taken for a constant.
+    (``losses[3].sqrt()``). A factor without a gradient is taken for a constant. Nothing of it may be in
+    half precision, where 1/n is rounded, so that n would decide about a factor of all records.
 
     Args:
         loss: before its backward pass.
@@ -199,6 +200,7 @@ def check_loss_graph(loss: Tensor, records: int, outputs: Collection[Any]) -> No
 
     Raises:
         CoupledLossError: naming the node and the cure.
+        UnsupportedModelError: if records are joined in half precision.
 
     Example:
         >>> import torch
@@ -232,6 +234,14 @@ _LOSSES = _names(  # sums or means of what each row is alone
 )
 
 
+_HALF = (torch.float16, torch.bfloat16)
+_ROUNDED = (
+    "The loss joins the records in half precision, in which the number of records that it is divided by "
+    "is rounded, so that one more changes the gradients of all others. Take it in float32: "
+    f"cross_entropy(logits.float(), y), or losses.float().mean(). {ALONE}"
+)
+
+
 class _Walk:
     """One walk from a loss of n records back to their rows."""
 
@@ -247,6 +257,8 @@ class _Walk:
             if node in met or self._rows(node, number):
                 continue
             met.add(node)
+            if node._input_metadata[number].dtype in _HALF:
+                raise UnsupportedModelError(_ROUNDED, topic="coupled-loss")
             if not self._is_linear(node):
                 if (taker := self._taker(node)) is not None:
                     raise _refusal(_OVER if taker is node else _OF, node, taker)

@@ -37,7 +37,7 @@ from lightning_dp.gradients.batches import (
 from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.gradients.graph import CoupledLossError, check_loss_graph
 from lightning_dp.gradients.module_hooks import CompiledParts, as_written
-from lightning_dp.gradients.parameter_sum import BookkeptGradients
+from lightning_dp.gradients.parameter_sum import BookkeptGradients, at_least_float32
 from lightning_dp.gradients.sharded import shards_at_point
 from lightning_dp.gradients.snapshot import RandomState
 
@@ -237,7 +237,8 @@ class RecordPasses:
         loss_graph_check: :meth:`check_loss` refuses losses that mix records, by their graph.
         loss_scale: multiplies each record's loss during its backward pass, and is divided out after
             it: of the record itself, so neither how many others there are nor how the loss was
-            divided decides what becomes too large or too small for a type of 16 bits.
+            divided decides what becomes too large or too small for a type of 16 bits, how it is
+            rounded there, or what a backward pass that is not linear (a clamp) makes of it.
 
     Raises:
         UnsupportedModelError: if no engine can handle the model.
@@ -346,15 +347,13 @@ class RecordPasses:
 
     def _scaled(self, loss: Tensor, divisor: float = 1.0) -> Tensor:
         """Return the loss, a mean over rows, with the loss of each row times the scale."""
-        if self._loss_scale == 1:
-            return loss
         self._factor = self._scale_of_mean * divisor
-        return loss.float() * self._factor
+        return loss if self._factor == 1 else at_least_float32(loss) * self._factor
 
     @property
     def _scale_of_mean(self) -> float:
         """Return what a mean over rows is multiplied by, so that each row's loss has the scale."""
-        is_done = self._loss_scale == 1 or self.engine.one_record  # by the engine, of each record
+        is_done = self.engine.one_record  # by the engine, of each record
         return 1.0 if is_done else self._loss_scale * self._rows
 
     def backward(

@@ -32,7 +32,12 @@ from lightning_dp.gradients.batches import (
 from lightning_dp.gradients.composites import COMPOSITES
 from lightning_dp.gradients.graph import nodes
 from lightning_dp.gradients.layer_calls import Call, CallSums, DualSums, go_back, run_along
-from lightning_dp.gradients.parameter_sum import BookkeptGradients, ScratchPool, restricted
+from lightning_dp.gradients.parameter_sum import (
+    BookkeptGradients,
+    ScratchPool,
+    at_least_float32,
+    restricted,
+)
 from lightning_dp.gradients.record_calls import (
     MISSING,
     CallRecorder,
@@ -189,7 +194,7 @@ class Records(AbstractGradientEngine):
             return map_leaves(groups[0].output, whole_batch)
         none = torch.zeros((), device=self._params[0].device)
         losses = [none.expand(len(g.places)) if g.losses is None else g.losses for g in groups]
-        loss = (torch.cat(losses) if len(losses) > 1 else losses[0]).mean()
+        loss = at_least_float32(torch.cat(losses) if len(losses) > 1 else losses[0]).mean()
         if not isinstance(known[0].output, Mapping):
             return loss
         others = [{k: v for k, v in g.output.items() if k != "loss"} for g in known]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import unwrap
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -287,9 +288,13 @@ FUNCTIONS: Mapping[str, Callable[..., FunctionUse | None]] = {
 
 
 def rule_of(layer: nn.Module) -> Rule | None:
-    """Return the rule of a layer's type, or of the one whose forward pass it inherits; else None."""
+    """Return the rule of the layer's type whose forward pass it runs, compiled or not; else None."""
+    forward: Any = layer.forward  # of its type, or of this layer alone
+    if hasattr(forward, "_torchdynamo_orig_callable"):  # compiled
+        forward = unwrap(forward)
+    forward = getattr(forward, "__func__", forward)
     for kind in type(layer).__mro__:
-        if kind in RULES and type(layer).forward is getattr(kind, "forward", None):
+        if kind in RULES and forward is getattr(kind, "forward", None):
             return RULES[kind]
     return None
 

@@ -97,6 +97,12 @@ def check_trainer(trainer: Trainer, config: PrivacyConfig) -> None:
             "not private sampling. Use limit_train_batches, or a smaller data set.",
             topic="trainer-settings",
         )
+    if trainer._detect_anomaly:
+        raise MisconfigurationError(
+            "Trainer(detect_anomaly=True) ends a fit at the first record whose gradient is NaN, and so "
+            "tells of it without noise; such a record contributes zero. Look for it on public data.",
+            topic="trainer-settings",
+        )
     if trainer.precision == "16-mixed" and (
         type(trainer.precision_plugin) is not MixedPrecision
         or is_model_parallel(trainer.strategy)

@@ -240,8 +240,13 @@ class PrivateStep:
         Raises:
             CoupledLossError: naming the node of its graph, and the cure.
         """
-        if self._batch.chunk is not None:
+        if self._batch.chunk is None:
+            return
+        try:
             self._passes.check_loss(loss, self._batch.chunk.rows)
+        except UnsupportedModelError as reason:
+            self.pass_on(reason)
+            self._is_passed_on = True
 
     def backward(
         self, loss: Tensor, query: Query | None, *, keep_graph: bool, divisor: float = 1.0
@@ -249,7 +254,9 @@ class PrivateStep:
         """Run the backward pass of a loss that was divided, as the engine does it."""
         if self._batch.chunk is None:
             raise RefusedRun(_AGAIN, topic="batches-and-steps")
-        if self._batch.faults:  # nothing of it will be released
+        if (
+            self._batch.faults or self._is_passed_on
+        ):  # nothing of it will be released, or not by this
             return
         combined = query is not None and len(passes_of(query)) > 1
         try:

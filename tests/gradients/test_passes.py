@@ -292,3 +292,47 @@ def test_the_guard_drops_raw_gradients_of_trained_parameters_until_it_is_removed
     guard.remove()
     loss_of(net)((X, Y)).backward()
     assert all(param.grad is not None for param in net.parameters() if param.requires_grad)
+
+
+# -- how many others there are ----------------------------------------------------------------------
+
+
+class Clamps(torch.autograd.Function):
+    """A backward pass that is not linear."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-0.01, 0.01)
+
+
+OFTEN_ROUNDED = {  # loss of the outputs, a network
+    "linear loss in float32": (lambda out: out.float().abs().sum(1).mean(), True),
+    "loss in bfloat16": (lambda out: out.abs().sum(1).mean(), True),
+    "clamped gradients": (lambda out: Clamps.apply(out).square().sum(1).mean(), False),
+}
+
+
+@pytest.mark.parametrize("case", list(OFTEN_ROUNDED))
+@pytest.mark.parametrize("engine", ["auto", "ghost", "records"])
+def test_the_number_of_records_moves_no_gradient(case, engine):
+    loss, is_half = OFTEN_ROUNDED[case]
+    net = make_net().to(torch.bfloat16 if is_half else torch.float32)
+    x, found = X.to(net[0].weight.dtype), []
+    with RecordPasses(net, list(net.parameters()), engine) as passes:
+        for n in (2, 3, 129, 257):
+            batch = (x[:1].expand(n, -1),)
+            gradients = passes.run(lambda b: loss(net(b[0])), batch, n)
+            found.append(gradients.weighted_sum(0.0 * gradients.norms() + 1.0) / n)
+
+    for each in found[1:]:
+        torch.testing.assert_close(each, found[0], rtol=1e-5, atol=1e-7)

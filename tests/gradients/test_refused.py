@@ -65,6 +65,17 @@ def test_options_that_change_what_a_layer_is_are_refused(layer, message, oracle)
         LayerCalls(module, oracle.trained(module))
 
 
+def test_a_forward_pass_of_one_layer_alone_has_no_rule(oracle):
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    module[1].forward = torch.compile(module[1].forward, backend="eager")
+    LayerCalls(module, oracle.trained(module))
+
+    module[1].forward = lambda x: nn.functional.linear(x, module[1].weight * 2)
+
+    with pytest.raises(UnsupportedModelError, match=r"1 \(Linear\): no rule is known"):
+        LayerCalls(module, oracle.trained(module))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

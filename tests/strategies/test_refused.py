@@ -421,6 +421,7 @@ ROWS |= {
         "overfit_batches=2.*limit_train_batches", trainer={"overfit_batches": 2}
     ),
     "half overfit": Row("overfit_batches=0.5.*limit_train", trainer={"overfit_batches": 0.5}),
+    "anomalies": Row("detect_anomaly=True.*public data", trainer={"detect_anomaly": True}),
     "own precision": Row("16-mixed.*bf16-mixed", trainer=half(OwnPrecision)),
     # Opacus adds records up in float16, where the sum of good ones may overflow.
     "float16 of Opacus": Row(
