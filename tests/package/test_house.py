@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FILES, LINES, STEP = 120, 40_845, 46  # errors name the value and a cure that was tried
+FILES, LINES, STEP = 119, 41_020, 46  # hooks of the backward pass and plans of earlier fits count
 
 
 def house():
