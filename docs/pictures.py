@@ -14,7 +14,8 @@ RECORDS, EPSILON, DELTA = 22_000, 3.0, 1e-5
 AS_SET, AS_ADVISED = (54.5, 58.8, 63.4), (90.7, 91.7, 90.4)
 
 
-def main() -> None:
+def draw(path: Path) -> None:
+    """Draw the noise of all choices, and the accuracy of two of them."""
     found = suggest(RECORDS, EPSILON, target_delta=DELTA)
     yours = plan_training(RECORDS, 128, epochs=2, target_epsilon=EPSILON, target_delta=DELTA)
     figure, (noise, accuracy) = plt.subplots(
@@ -27,14 +28,17 @@ def main() -> None:
         plans = [yours.changed(batch_size=size, epochs=epochs) for size in sizes]
         noise.plot(sizes, [each.excess for each in plans], color=shade, label=f"{epochs} epochs")
 
+    def words(plan: TrainingPlan) -> str:
+        return f"{plan.epochs:.0f} epochs of {plan.batch_size:,}"
+
     def mark(plan: TrainingPlan, color: str, text: str, place: tuple[float, float]) -> None:
         noise.plot(plan.batch_size, plan.excess, "o", color=color, zorder=3)
         line = {"arrowstyle": "-", "color": color}
         at = (plan.batch_size, plan.excess)
         noise.annotate(text, at, place, color=color, arrowprops=line, verticalalignment="center")
 
-    mark(yours, "C3", "2 epochs of 128", (220, 4.2))
-    mark(found.best, "C0", "advised: 8 epochs of 1,024", (1500, 2.5))
+    mark(yours, "C3", words(yours), (220, 4.2))
+    mark(found.best, "C0", f"advised: {words(found.best)}", (1500, 2.5))
     noise.set(xscale="log", xlabel="batch size", ylabel="noise over the run, full batches = 1")
     noise.set_xticks(sizes[::2], [f"{size:,}" for size in sizes[::2]])
     noise.minorticks_off()
@@ -42,11 +46,12 @@ def main() -> None:
     for place, points, color in ((0, AS_SET, "C3"), (1, AS_ADVISED, "C0")):
         accuracy.plot([place] * 3, points, "o", color=color)
     accuracy.set(xlim=(-0.6, 1.6), ylim=(40, 100), ylabel="test accuracy (%), same ε")
-    accuracy.set_xticks([0, 1], ["2 epochs\nof 128", "8 epochs\nof 1,024"])
+    names = [words(plan).replace(" of", "\nof") for plan in (yours, found.best)]
+    accuracy.set_xticks([0, 1], names)
     for axes in (noise, accuracy):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(Path(__file__).parent / "_static" / "planning.png", dpi=110)
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":
-    main()
+    draw(Path(__file__).parent / "_static" / "planning.png")

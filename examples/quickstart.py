@@ -26,9 +26,8 @@ from lightning_dp.callbacks import DifferentialPrivacy
 
 TARGET_EPSILON = 3.0
 TARGET_DELTA = 1e-5  # 140 times below 1 / N
-NOISE_MULTIPLIER = 3.5  # leave it out, and it is calibrated to spend ε in exactly MAX_EPOCHS
 MAX_GRAD_NORM = 1.0
-MAX_EPOCHS = 40  # more than the budget affords: the private fit ends when ε is spent
+MAX_EPOCHS = 30  # the noise is calibrated to spend ε in as many
 BATCH_SIZE = 256
 LEARNING_RATE = 0.01
 OUTPUT = Path("outputs/quickstart")
@@ -120,7 +119,6 @@ def main() -> None:
     privacy = DifferentialPrivacy(
         target_epsilon=options.epsilon,
         target_delta=TARGET_DELTA,
-        noise_multiplier=NOISE_MULTIPLIER,
         max_grad_norm=MAX_GRAD_NORM,
     )
     private_accuracy, private = fit("private", options.output, [privacy])

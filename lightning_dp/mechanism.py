@@ -28,9 +28,8 @@ from lightning_dp.config import refuse_unknown
 from lightning_dp.estimators.base import Driver
 from lightning_dp.functional import brought_to, number_of_entries
 from lightning_dp.noise_plan import NoisePlan
-from lightning_dp.optimizers import NoiseFilter
 from lightning_dp.plan.signal import SignalTracker
-from lightning_dp.postprocessing import AbstractPostProcessor, postprocessed
+from lightning_dp.postprocessing import AbstractPostProcessor, NoiseFilter, postprocessed
 
 __all__ = ["BudgetExhausted", "Mechanism"]
 

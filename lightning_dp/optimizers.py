@@ -1,30 +1,20 @@
-r"""Optimizers that use the variance of the noise in the private gradient, which is public.
-
-The strategy writes it into each parameter group that has the key ``"noise_variance"``, before each step.
-It is known for chains of filters of first order: with x_0 the estimate and x_1, ... what the
-post-processors make of it, each is :math:`x_i(t) = a_i(t) x_i(t-1) + b_i(t) x_{i-1}(t)`, and x_0 has the
-release in the place of the x before it. The covariance of the noise in (x_0, x_1, ...) follows step by
-step; the last variance is :math:`\sum_k h_k^2 s_k^2`, h the response of the whole chain to the release
-of step k and s_k the standard deviation of its noise.
-"""
+"""Optimizers that use the variance of the noise in the private gradient, which is public."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 from torch.optim.optimizer import ParamsT
 
 from lightning_dp._validate import between
-from lightning_dp.estimators.base import AbstractEstimator
-from lightning_dp.postprocessing import AbstractPostProcessor
 
-__all__ = ["NOISE_VARIANCE", "DPAdamW", "NoiseFilter", "with_noise_variance"]
+__all__ = ["NOISE_VARIANCE", "DPAdamW"]
 
 NOISE_VARIANCE = "noise_variance"
+"""The key of parameter groups into which the strategy writes it before each step, if they have it."""
 
 
 class DPAdamW(AdamW):
@@ -135,77 +125,3 @@ class DPAdamW(AdamW):
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
         return state
-
-
-@dataclass
-class NoiseFilter:
-    """The variance of the noise in each entry of the private gradient, followed over steps.
-
-    Args:
-        estimator: turns releases into estimates.
-        postprocessing: applied to these, in order.
-
-    Example:
-        >>> from lightning_dp import MeanGradient, Momentum
-        >>> chain = NoiseFilter(MeanGradient(), [Momentum(0.5)])
-        >>> chain.advance(step=0, noise_std=1.0, size=10)
-        1.0
-        >>> round(chain.advance(step=1, noise_std=1.0, size=10), 4)  # (1/3)² + (2/3)²
-        0.5556
-    """
-
-    estimator: AbstractEstimator
-    postprocessing: Sequence[AbstractPostProcessor]
-    covariance: list[list[float]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        size = 1 + len(self.postprocessing)
-        self.covariance = [[0.0] * size for _ in range(size)]
-
-    @property
-    def part_without_variance(self) -> str | None:
-        """The name of the first part whose noise is not known; None if all are."""
-        if self.estimator.memory(0) is None:
-            return repr(self.estimator)
-        mixing = [each for each in self.postprocessing if not each.is_entrywise]
-        unknown = [each for each in self.postprocessing if each.filter(0, 2) is None] + mixing[1:]
-        return repr(unknown[0]) if unknown else None
-
-    def advance(self, step: int, noise_std: float, size: int) -> float | None:
-        """Return the variance at step t; None if it is not known.
-
-        Args:
-            step: t, from 0.
-            noise_std: of the noise in each entry of the release.
-            size: d, the entries of the gradient.
-        """
-        memory = self.estimator.memory(step)
-        filters = [each.filter(step, size) for each in self.postprocessing]
-        if memory is None or None in filters:
-            return None
-        if memory == 0 and not filters:  # as nearly always
-            self.covariance = [[noise_std**2]]
-            return noise_std**2
-        before = self.covariance
-        row, gain = (
-            [0.0] * len(before),
-            1.0,
-        )  # of x_(i-1), on the x of the step before and the release
-        rows, gains = list[list[float]](), list[float]()
-        for i, (kept, new) in enumerate([(memory, 1.0), *filters]):  # type: ignore[misc]
-            row, gain = [new * each for each in row], new * gain
-            row[i] += kept
-            rows.append(row)
-            gains.append(gain)
-        both = list(zip(rows, gains, strict=True))
-        moved = [[sum(map(float.__mul__, row, column)) for column in before] for row in rows]
-        self.covariance = [
-            [sum(map(float.__mul__, a, b)) + g * h * noise_std**2 for b, h in both]
-            for a, g in zip(moved, gains, strict=True)
-        ]
-        return self.covariance[-1][-1]
-
-
-def with_noise_variance(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the parameter groups that have a place for the variance of the noise in ``p.grad``."""
-    return [group for group in optimizer.param_groups if NOISE_VARIANCE in group]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import ClassVar
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_dp._validate import between, flag, normalise, not_negative
 from lightning_dp.boundary import State
+from lightning_dp.estimators.base import AbstractEstimator
 from lightning_dp.functional import laplacian_smoothing, number_of_entries
 
 __all__ = ["AbstractPostProcessor", "LaplacianSmoothing", "Momentum"]
@@ -176,3 +177,78 @@ def postprocessed(
         estimate, state = processor.apply(state, estimate)
         following.append(state)
     return estimate, following
+
+
+@dataclass
+class NoiseFilter:
+    r"""The variance of the noise in each entry of the private gradient, followed over steps.
+
+    It is known for chains of filters of first order: with x_0 the estimate and x_1, ... what the
+    post-processors make of it, each is :math:`x_i(t) = a_i(t) x_i(t-1) + b_i(t) x_{i-1}(t)`, and x_0 has
+    the release in the place of the x before it. The covariance of the noise in (x_0, x_1, ...) follows
+    step by step; the last variance is :math:`\sum_k h_k^2 s_k^2`, h the response of the whole chain to
+    the release of step k and s_k the standard deviation of its noise.
+
+    Args:
+        estimator: turns releases into estimates.
+        postprocessing: applied to these, in order.
+
+    Example:
+        >>> from lightning_dp import MeanGradient
+        >>> chain = NoiseFilter(MeanGradient(), [Momentum(0.5)])
+        >>> chain.advance(step=0, noise_std=1.0, size=10)
+        1.0
+        >>> round(chain.advance(step=1, noise_std=1.0, size=10), 4)  # (1/3)² + (2/3)²
+        0.5556
+    """
+
+    estimator: AbstractEstimator
+    postprocessing: Sequence[AbstractPostProcessor]
+    covariance: list[list[float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        size = 1 + len(self.postprocessing)
+        self.covariance = [[0.0] * size for _ in range(size)]
+
+    @property
+    def part_without_variance(self) -> str | None:
+        """The name of the first part whose noise is not known; None if all are."""
+        if self.estimator.memory(0) is None:
+            return repr(self.estimator)
+        mixing = [each for each in self.postprocessing if not each.is_entrywise]
+        unknown = [each for each in self.postprocessing if each.filter(0, 2) is None] + mixing[1:]
+        return repr(unknown[0]) if unknown else None
+
+    def advance(self, step: int, noise_std: float, size: int) -> float | None:
+        """Return the variance at step t; None if it is not known.
+
+        Args:
+            step: t, from 0.
+            noise_std: of the noise in each entry of the release.
+            size: d, the entries of the gradient.
+        """
+        memory = self.estimator.memory(step)
+        filters = [each.filter(step, size) for each in self.postprocessing]
+        if memory is None or None in filters:
+            return None
+        if memory == 0 and not filters:  # as nearly always
+            self.covariance = [[noise_std**2]]
+            return noise_std**2
+        before = self.covariance
+        row, gain = (
+            [0.0] * len(before),
+            1.0,
+        )  # of x_(i-1), on the x of the step before and the release
+        rows, gains = list[list[float]](), list[float]()
+        for i, (kept, new) in enumerate([(memory, 1.0), *filters]):  # type: ignore[misc]
+            row, gain = [new * each for each in row], new * gain
+            row[i] += kept
+            rows.append(row)
+            gains.append(gain)
+        both = list(zip(rows, gains, strict=True))
+        moved = [[sum(map(float.__mul__, row, column)) for column in before] for row in rows]
+        self.covariance = [
+            [sum(map(float.__mul__, a, b)) + g * h * noise_std**2 for b, h in both]
+            for a, g in zip(moved, gains, strict=True)
+        ]
+        return self.covariance[-1][-1]

@@ -29,7 +29,7 @@ from lightning_dp import (
     Momentum,
     Storm,
 )
-from lightning_dp.optimizers import NoiseFilter
+from lightning_dp.postprocessing import NoiseFilter
 from tests.zoo import Classifier, flat, private, records
 
 

@@ -174,7 +174,7 @@ def _noise(setting: Setting) -> list[str]:
         )
     if s.excess is not None:
         words.append(
-            f"over the run {s.excess:.2g} times the noise of full batches with the same ε "
+            f"over the run {s.excess:.1f} times the noise of full batches with the same ε "
             f"({ENOUGH:g} or less is good)"
         )
     return ["; ".join(words)] if words else []
@@ -192,7 +192,7 @@ def changes(setting: Setting) -> list[str]:
             f"{_with_rate(setting.optimizer, rate)}, a third of it for pre-trained weights"
         )
     if plan is not None:
-        words.append(f"{plan.steps} steps, {plan.excess:.2g} times the noise of full batches")
+        words.append(f"{plan.steps} steps, {plan.excess:.1f} times the noise of full batches")
     return [f"try: {'; '.join(words)}"]
 
 
@@ -349,7 +349,7 @@ def facts(setting: Setting | None, signal: Signal | None) -> dict[str, str]:
         )
         if setting.excess is not None:
             found["noise over the run"] = (
-                f"{setting.excess:.2g} times that of full batches with the same budget"
+                f"{setting.excess:.1f} times that of full batches with the same budget"
             )
     if signal is not None and signal.whole.steps:
         found.update(_of_releases(signal))

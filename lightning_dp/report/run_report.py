@@ -59,7 +59,7 @@ _ROUND = (
     "{} on the batch of each step, charged together before the first as one Gaussian on one sample"
 )
 
-_SEEDED = "PCG64, seeded by the operating system; on other devices than the CPU, theirs"
+_SEEDED = "PCG64, seeded by the operating system; on another device its own generator"
 _CIPHER = (
     "AES-256 in counter mode, keyed by the operating system; releases rounded to 2^-20 of the noise"
 )

@@ -37,8 +37,9 @@ from lightning_dp._world import is_sharded
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.functional import has_float64
 from lightning_dp.isolation.requirements import MisconfigurationError, check_training_step
-from lightning_dp.optimizers import NoiseFilter, with_noise_variance
+from lightning_dp.optimizers import NOISE_VARIANCE
 from lightning_dp.plan.suggestion import default_delta
+from lightning_dp.postprocessing import NoiseFilter
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import BatchPlan, Poisson
 from lightning_dp.strategies.update_guard import trained_by
@@ -211,7 +212,7 @@ def check_estimator(
             topic="manual-optimization",
         )
     estimator.check(optimizers.private)
-    if with_noise_variance(optimizers.private):
+    if any(NOISE_VARIANCE in group for group in optimizers.private.param_groups):
         _check_noise_variance(config, module, type(optimizers.private).__name__)
 
 

@@ -46,7 +46,7 @@ from lightning_dp.gradients.side_effects import NotedCalls, SideEffects
 from lightning_dp.gradients.snapshot import RandomState, apart, restored
 from lightning_dp.isolation.requirements import MisconfigurationError
 from lightning_dp.mechanism import Mechanism
-from lightning_dp.optimizers import NOISE_VARIANCE, with_noise_variance
+from lightning_dp.optimizers import NOISE_VARIANCE
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling.loader import Chunk
 from lightning_dp.strategies.update_guard import ParameterGuard
@@ -446,8 +446,9 @@ class PrivateStep:
         finally:
             self._batch.answered.clear()
             self._forward_again = self._records = None
-        for group in with_noise_variance(optimizer):
-            group[NOISE_VARIANCE] = mechanism.noise_variance
+        for group in optimizer.param_groups:
+            if NOISE_VARIANCE in group:
+                group[NOISE_VARIANCE] = mechanism.noise_variance
         gradients = unflatten(estimate, held)
         if self.engine.is_sharded:
             gradients = [as_shard(*each) for each in zip(gradients, self.params, strict=True)]

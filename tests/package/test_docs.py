@@ -89,6 +89,13 @@ def test_the_first_pages_lead_to_every_page(document, root):
     assert page_names(root) - {"index"} - linked == set()
 
 
+def test_the_picture_of_the_planner_is_drawn(root, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib").use("Agg")
+    monkeypatch.syspath_prepend(root / "docs")
+    importlib.import_module("pictures").draw(tmp_path / "planning.png")
+    assert (tmp_path / "planning.png").stat().st_size > 10_000
+
+
 def test_no_row_of_a_table_stands_alone(root):
     """A blank line inside of a table ends it, and the rest is printed with its bars."""
     for page in (root / "README.md", *root.glob("docs/*.md")):

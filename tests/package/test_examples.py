@@ -47,7 +47,7 @@ def load(root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleT
 
 
 @pytest.mark.slow
-def test_quickstart_stops_at_its_budget_and_stays_accurate(root, tmp_path):
+def test_quickstart_spends_its_budget_and_stays_accurate(root, tmp_path):
     done = run(root / "examples" / "quickstart.py", cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
@@ -55,7 +55,6 @@ def test_quickstart_stops_at_its_budget_and_stays_accurate(root, tmp_path):
         float, re.search(r"ε = ([\d.]+) at .*target ε = (\d+)", done.stdout).groups()
     )
     assert 0.97 * target < spent <= target
-    assert "stopped: privacy budget reached" in done.stdout
     assert "privacy/epsilon" in done.stdout + done.stderr  # the progress bar, of whichever kind
     plain, private = map(float, re.findall(r"privat?e?\w*\s+([\d.]+)%", done.stdout))
     assert plain > 95

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FILES, LINES, STEP = 119, 41_020, 46  # hooks of the backward pass and plans of earlier fits count
+FILES, LINES, STEP = 118, 41_000, 43
 
 
 def house():
