@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -181,7 +182,9 @@ class Mechanism:
         Raises:
             BudgetExhausted: if the step does not fit; nothing is charged.
         """
-        if self.exhausted:
+        # Asked once: what is charged is what the guard has let pass, whatever the schedule says then.
+        noise = cache(lambda: self.next_noise_multiplier)
+        if not self.guard.fits(lambda: self.plan.event_of(noise(), self.step)):
             raise BudgetExhausted(
                 f"The privacy budget does not allow another step after {self.ledger.steps}. Stop at "
                 "Mechanism.exhausted, or raise target_epsilon."
@@ -196,7 +199,7 @@ class Mechanism:
             self._bring_to(params[0].device)
         if self._driver is None:
             self._driver = Driver.begin(self.plan.estimator, params)
-        chosen = self.next_noise_multiplier
+        chosen = noise()
         query = self._counting(self._driver.ask(params, chosen, self._moved_as_on_lead))
         step = self.step
         charged = self.guard.charged(lambda: self.plan.noise_multiplier(step), chosen)

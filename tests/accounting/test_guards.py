@@ -303,6 +303,31 @@ def test_a_smaller_budget_after_noise_chosen_at_run_time_is_refused(tmp_path, sa
         same.start(20, World(), tmp_path)  # the other one has begun meanwhile
 
 
+def test_what_is_charged_is_what_the_guard_has_let_pass(tmp_path):
+    """Of a schedule that gives less noise the second time that it is asked."""
+    asked = [0]
+
+    @dataclass(frozen=True)
+    class Less(ByNorm):
+        def now(self, state: State, step: int) -> float:
+            asked[0] += 1
+            return 1.0 if asked[0] % 2 else 0.05
+
+    config = PrivacyConfig(
+        target_epsilon=BUDGET,
+        target_delta=DELTA,
+        noise_schedule=Less(),
+        sampling=FullBatch(),
+    )
+    run = PrivateRun(config)
+    run.use_batches(BatchPlan(1000, 1.0, 10, 1))
+    run.start(10, World(), tmp_path)
+    query = run.mechanism.ask([torch.zeros(3)])
+    assert query.noise_multiplier == run.ledger.history()[0][0].noise_multiplier
+    assert asked[0] == 1 and epsilon(run.ledger.history(), DELTA) < BUDGET
+    run.stop()
+
+
 def test_a_second_adaptive_fit_with_nothing_left_trains_nothing(fit):
     privacy, _ = fit(2, adaptive())
     steps = privacy.steps
