@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FILES, LINES, STEP = 122, 40_717, 46  # the callback names each argument
+FILES, LINES, STEP = 122, 40_866, 46  # more kinds of state are compared; n in half precision
 
 
 def house():
