@@ -136,11 +136,24 @@ _IN_PLACE = _names(
 )
 _OF_THE_WHOLE_CALL = _names("linear embedding layer_norm rms_norm conv1d conv2d conv3d group_norm")
 _HAS_GRADIENT = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_NODE: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
 _SHOWN = "<of one record>"
 
 _INSIDE = (
     "training_step differentiates inside (a penalty on a gradient, backward(), autograd.grad), which "
     "cannot be seen for each record."
+)
+_OF_NODES = (
+    "training_step asks a tensor for its grad_fn (a module's old backward hook does, say), which no "
+    "record has by itself."
+)
+_OWN_RULE = (
+    "An autograd Function has its own rule for torch.vmap, which sees all records at once and could mix "
+    "them."
+)
+_SAVED = (
+    "training_step sets saved_tensors_hooks, which see the tensors of all records at once and could mix "
+    "them."
 )
 _TRANSFORMED = (
     "Trained parameters are used inside of a function transform (torch.func, torch.vmap)."
@@ -227,8 +240,11 @@ class CallRecorder(TorchFunctionMode):
         self, func: Function, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = func.__name__
-        if name == "__get__" and func == _HAS_GRADIENT and is_sample(args[0]):
-            return rows(args[0]).requires_grad
+        if name == "__get__" and is_sample(args[0]):
+            if func == _HAS_GRADIENT:
+                return rows(args[0]).requires_grad
+            if func == _NODE and rows(args[0]).grad_fn is not None:
+                raise UnsupportedModelError(_OF_NODES, topic="unseen-use")
         if name in _QUESTIONS:
             if self.packed:
                 self._split_by_length(func, args, _tensors(args, kwargs))
@@ -262,6 +278,10 @@ class CallRecorder(TorchFunctionMode):
             return self._without_samples(func, name, args, kwargs, tensors, parts)
         if name in _TEXTS and (args[0].is_floating_point() or args[0].is_complex()):
             return _SHOWN
+        if (hooks := _saved_tensors_hooks(False)) and not _is_torchs(hooks[0]):
+            raise UnsupportedModelError(_SAVED, topic="unseen-use")
+        if name == "custom_function_call" and not args[0].generate_vmap_rule:
+            raise UnsupportedModelError(_OWN_RULE, topic="unseen-use")
         if name in _DIFFERENTIATE and False not in args[1:]:  # requires_grad_(False)
             raise UnsupportedModelError(_INSIDE, topic="unseen-use")
         if self.packed:
@@ -478,6 +498,16 @@ class CallRecorder(TorchFunctionMode):
             return part, None
         value, moved = forward_ad.unpack_dual(part)  # type: ignore[no-untyped-call]
         return value, moved
+
+
+_saved_tensors_hooks: Callable[..., Any] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
+)
+
+
+def _is_torchs(hook: Any) -> bool:
+    """Return whether a hook is of an activation checkpoint, or of what keeps tensors on the host."""
+    return str(getattr(hook, "__module__", "")).partition(".")[0] == "torch"
 
 
 def _is_in_place(name: str) -> bool:

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 __all__ = [
+    "ABSENT",
     "OWN_GENERATORS",
     "Difference",
     "Path",
@@ -43,6 +44,8 @@ __all__ = [
 ]
 
 _IS_THERE = partial(is_not, None)
+ABSENT: Any = object()
+"""Stands for the value of an attribute that an object does not have."""
 OWN_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -311,19 +314,21 @@ class Snapshot:
         return found
 
     def value_at(self, path: Path) -> Any:
-        """Return a value as it was then.
+        """Return a value as it was then; :data:`ABSENT` for an attribute that an object did not have.
 
         Raises:
-            LookupError: if there was none.
+            LookupError: if there was no such object, or item of a container.
         """
         part = self._part(path)
         if part is not None and not part.is_container:
             return part.content
         above = self._parent(path)
-        return above.content if path[-1] is ... else above.content[path[-1]]
+        if path[-1] is ... or (above.is_named and path[-1] not in above.content):
+            return above.content if path[-1] is ... else ABSENT
+        return above.content[path[-1]]
 
     def put(self, path: Path, value: Any) -> None:
-        """Put another value into the module, in a place that it had then.
+        """Put another value into the module, in a place that it had then; or :data:`ABSENT`, none.
 
         Raises:
             LookupError: if there was none.
@@ -334,6 +339,8 @@ class Snapshot:
         elif isinstance(above.owner, tuple):
             items = [value if i == path[-1] else each for i, each in enumerate(above.owner)]
             self.put(path[:-1], getattr(above.owner, "_make", tuple)(items))
+        elif value is ABSENT:
+            above.owner.pop(path[-1], None)
         else:
             above.owner[path[-1]] = value
 
@@ -626,6 +633,11 @@ class _Fields(dict[str, Any]):
     def __delitem__(self, name: str) -> None:
         kind: Any = type if isinstance(self.of, type) else object
         kind.__delattr__(self.of, name)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Delete a value, if it is there."""
+        with suppress(AttributeError):
+            del self[name]
 
 
 def _is_of_code(name: str, value: Any) -> bool:

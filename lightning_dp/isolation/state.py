@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_dp.gradients.snapshot import Path, Snapshot, held_in, restored
+from lightning_dp.gradients.snapshot import ABSENT, Path, Snapshot, held_in, restored
 
 __all__ = ["Marks", "TwinState"]
 
@@ -259,7 +259,7 @@ def _twins_of(end: Snapshot, other: Snapshot) -> dict[Path, _Twin]:
     found: dict[Path, _Twin] = {}
     for path, difference in end.differing_values(other).items():
         if difference.kind in ("attribute", "buffer"):
-            with suppress(LookupError):  # there is no such attribute in the other world
+            with suppress(LookupError):  # there is no such object in the other world
                 found[path] = _Twin(difference.name, other.value_at(path), end.value_at(path))
     return found
 
@@ -277,6 +277,8 @@ def _numbers(twins: Mapping[Path, _Twin]) -> dict[Path, _Twin]:
 def _moved(value: Any, twin: _Twin, scale: float) -> Any:
     """Return the twin; or a number moved by so many times the difference of the two ends of its pair."""
     other, end = twin.value, twin.end
+    if (value if scale == 0 else other) is ABSENT:
+        return ABSENT
     if scale == 0:
         return value.clone() if isinstance(value, Tensor) else copy.copy(value)
     if isinstance(other, Tensor):

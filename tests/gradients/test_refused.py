@@ -9,11 +9,12 @@ import torch
 from opacus.layers import DPLSTM, DPMultiheadAttention
 from opacus.layers.dp_multihead_attention import SequenceBias
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from lightning_dp.boundary import bounded_sum
-from lightning_dp.gradients import UnsupportedModelError
+from lightning_dp.gradients import EngineChoice, RecordPasses, UnsupportedModelError
 from lightning_dp.gradients.ghost import GhostClipping
 from lightning_dp.gradients.layer_calls import LayerCalls
 from lightning_dp.gradients.opacus_hooks import OpacusHooks
@@ -247,6 +248,70 @@ def test_what_goes_past_the_hooks_of_layers_is_refused_by_name(kind, name, oracl
         loss = oracle.mean_loss(forward(module, oracle.features()))
         engine.backward(loss)
         engine.take(1.0)
+
+
+class RuleForAll(torch.autograd.Function):
+    """Its rule for vmap gets all records at once; so does its backward pass."""
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / gradient.norm()
+
+    @staticmethod
+    def vmap(info, dims, x):
+        return RuleForAll.apply(x), dims[0]
+
+
+def in_8_bits(tensor):
+    unit = tensor.abs().amax().clamp(min=1e-9) / 127
+    return (tensor / unit).round() * unit
+
+
+def kept_in_8_bits(module, x):
+    with saved_tensors_hooks(in_8_bits, lambda tensor: tensor):
+        hidden = module[0](x).tanh()
+    return module[2](hidden)
+
+
+def hook_on_a_node(module, x):
+    hidden = module[0](x).tanh()
+    hidden.grad_fn.register_prehook(lambda gradients: tuple(each.sign() for each in gradients))
+    return module[2](hidden)
+
+
+ALL_AT_ONCE = {
+    "rule": (lambda m, x: m[2](RuleForAll.apply(m[0](x))), "its own rule for torch.vmap"),
+    "saved": (kept_in_8_bits, "saved_tensors_hooks"),
+    "node": (hook_on_a_node, "grad_fn"),
+}
+
+
+@pytest.mark.parametrize("name", ALL_AT_ONCE)
+def test_code_that_sees_all_records_in_the_backward_pass_is_left_to_single_records(name, oracle):
+    forward, message = ALL_AT_ONCE[name]
+    module, choice = (
+        nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
+        EngineChoice("records"),
+    )
+
+    with RecordPasses(module, oracle.trained(module), choice) as passes:
+        target = torch.zeros(3)
+        passes.run(
+            lambda b: oracle.mean_loss(forward(module, b), target),
+            oracle.features(),
+            oracle.records,
+        )
+
+    assert choice.description.startswith("one_by_one")
+    assert message in choice.description
 
 
 def test_forward_and_backward_passes_are_paired_by_the_graph(oracle, mlp):

@@ -141,8 +141,38 @@ class WeightsByMetric(Classifier):
         self.accuracy.reset()
 
 
+class HasOnlyAfterSome(Classifier):
+    """The class's default, unless the latest batch gave a value."""
+
+    rate = 1.0
+
+    def training_step(self, batch, batch_idx):
+        loss = self.losses_of(batch).mean() * self.rate
+        vars(self).pop("rate", None)
+        if batch[0].amax() > 4:  # of exchanged records in these tests
+            self.rate = 3.0
+        return loss
+
+
+class HasNotAfterSome(Classifier):
+    """The other way around."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.losses_of(batch).mean() * getattr(self, "rate", 1.0)
+        self.rate = 3.0
+        if batch[0].amax() > 4:
+            del self.rate
+        return loss
+
+
 @pytest.mark.parametrize(
-    ("kind", "name"), [(Queue, "self.queue"), (WeightsByMetric, "self.weight")]
+    ("kind", "name"),
+    [
+        (Queue, "self.queue"),
+        (WeightsByMetric, "self.weight"),
+        (HasOnlyAfterSome, "self.rate"),
+        (HasNotAfterSome, "self.rate"),
+    ],
 )
 def test_gradients_that_follow_kept_records_are_a_fault(kind, name):
     faults = Fit(kind()).run(2)

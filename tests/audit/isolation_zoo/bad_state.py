@@ -35,6 +35,20 @@ class RunningMaximum(Small):
 
 
 @remembers()
+class RateOfTheClassUnlessLoud(Small):
+    """An attribute that only some batches leave; else that of the class holds."""
+
+    rate = 1.0
+
+    def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(out * self.rate, y)
+        vars(self).pop("rate", None)
+        if int(400 * x.mean()) % 2:
+            self.rate = -1.0
+        return loss
+
+
+@remembers()
 class PriorOfTheBatchBefore(Small):
     """An object of a library's, made anew in each step."""
 
