@@ -178,7 +178,7 @@ FAULTS = (
         "or self._of[id(tensor)].add(use, combined=self._combined)",
     ),
     Fault("one_mask_for_all_records", '_vmap_increment_nesting(n, "different"', '[:0] + "same"'),
-    Fault("kept_tensors_pass", "any(each() is not None for each in self._seen", "if False"),
+    Fault("kept_tensors_pass", "if (left := each()) is not None", "and False"),
     Fault("mean_over_twice_the_targets", "counts = counts.view(recorder.n, -1).sum(1)", "* 2"),
     Fault("twice_the_scale_of_attention", "query, key, value = batch(query)", "* 2"),
     Fault("taps_on_views", "if out._is_view()", "and False"),

@@ -169,15 +169,14 @@ class EngineChoice:
         self._rungs = self._rungs[: len(reasons) + 1]
 
     def refusal(self, last: UnsupportedModelError) -> UnsupportedModelError:
-        """Return the refusal by the last engine, with the reasons of those above in short."""
-        reasons = [*self._reasons, last]
-        rungs = self._rungs[: len(reasons)]
-        parts = [without_alone(last.text)]
-        for rung, reason in zip(rungs, self._reasons, strict=False):
-            short = _in_short(reason.text)
-            if not any(short in part for part in parts):
-                parts.append(f"The engine {rung.name!r} does not cover it either: {short}")
-        text = f"{' '.join(parts)} {self._last_cure}".rstrip()
+        """Return the refusal by the last engine; those above tell their reasons where they are named."""
+        above = [
+            f"engine={rung.name!r}"
+            for rung, reason in zip(self._rungs, self._reasons, strict=False)
+            if _in_short(reason.text) not in last.text
+        ]
+        other = f" Another cure may be easier: {' or '.join(above)} names it." if above else ""
+        text = f"{without_alone(last.text)}{other} {self._last_cure}".rstrip()
         return UnsupportedModelError(text, topic=last.topic)
 
 

@@ -225,9 +225,9 @@ class CallRecorder(TorchFunctionMode):
         return seen
 
     @property
-    def leaves_samples(self) -> bool:
-        """True if somebody still has a tensor of single samples, when all else of the pass is gone."""
-        return any(each() is not None for each in self._seen)
+    def samples_left(self) -> list[Tensor]:
+        """The tensors of single samples that somebody still has, when all else of the pass is gone."""
+        return [left for each in self._seen if (left := each()) is not None]
 
     def only_logged(self, value: Tensor) -> Tensor:
         """Let no function of the model use a value that is not there yet."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
+import sysconfig
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any, TypeAlias
 
 import torch
@@ -60,9 +64,10 @@ _EDITED = (
     "copy: x = x + noise instead of x += noise."
 )
 _LEFT = (
-    "training_step leaves numbers of single records behind (in an attribute, a list, a closure), where "
-    "later steps could read them; self.log and torchmetrics may have them"
+    "training_step leaves numbers of single records behind (in {}), where later steps could read them; "
+    "self.log and torchmetrics may have them"
 )
+_LIBRARIES = {Path(__file__).parents[1], Path(sysconfig.get_path("stdlib"))}
 
 
 @dataclass(slots=True, eq=False)
@@ -171,10 +176,11 @@ class Records(AbstractGradientEngine):
             losses = self._losses(recorder, loss_in(output))
             output = map_leaves(output, _as_rows)
         del value
-        if recorder.leaves_samples:
+        if recorder.samples_left:
             gc.collect()  # frames of an exception that was caught hold some, in a circle
-            if recorder.leaves_samples:
-                raise UnsupportedModelError(f"{_LEFT}.", topic="kept-records")
+            if recorder.samples_left:
+                where = _holders(self._module, recorder.samples_left) or "a list, a closure"
+                raise UnsupportedModelError(f"{_LEFT.format(where)}.", topic="kept-records")
         return _Group(places, recorder.calls, losses, output)
 
     def _losses(self, recorder: CallRecorder, loss: Any) -> Tensor | None:
@@ -292,11 +298,45 @@ def _refusing() -> Iterator[None]:
     """Refuse what raises, inside: torch's own words tell sizes of a batch, which is private."""
     try:
         yield
-    except (UnsupportedModelError, MemoryError, torch.OutOfMemoryError):
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except UnsupportedModelError as error:
+        if type(error) is UnsupportedModelError and (place := _place_in_code(error)):
+            text = f"{error.text} ({place[0].upper()}{place[1:]}.)"
+            raise UnsupportedModelError(text, topic=error.topic) from None
         raise
     except Exception as error:
-        reason = _RAISED.format(type(error).__name__)
+        reason = _RAISED.format(f"{type(error).__name__} {_place_in_code(error)}".rstrip())
         raise UnsupportedModelError(f"{reason}.", topic="unsupported-model") from None
+
+
+def _place_in_code(error: Exception) -> str:
+    """Return the innermost line of the user's own code that an error went through, in words."""
+    found = ""
+    for frame, line in walk_tb(error.__traceback__):
+        path = Path(frame.f_code.co_filename)
+        is_installed = {"site-packages", "dist-packages"} & {*path.parts}
+        if not (is_installed or _LIBRARIES & {*path.parents}):
+            found = f"in {frame.f_code.co_name}, line {line} of {path.name}"
+    return found
+
+
+def _holders(module: nn.Module, tensors: Sequence[Tensor]) -> str:
+    """Return the names of attributes that hold some tensors, themselves or in lists."""
+    known = set(map(id, tensors))
+    return ", ".join(
+        f"self.{name}.{key}" if name else f"self.{key}"
+        for name, part in module.named_modules()
+        for key, value in vars(part).items()
+        if not known.isdisjoint(map(id, [value, *_items(value)]))
+    )
+
+
+def _items(value: Any) -> Collection[Any]:
+    """Return what a container holds; nothing of other objects."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple | deque | set) else ()
 
 
 def _as_rows(x: Any) -> Any:

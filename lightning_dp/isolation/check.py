@@ -18,7 +18,7 @@ from lightning_dp.boundary import Query
 from lightning_dp.functional import full_precision
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.gradients.base import AbstractPerSampleGradients
-from lightning_dp.gradients.snapshot import RandomState, Snapshot, restored
+from lightning_dp.gradients.snapshot import RandomState, Snapshot, is_same_content, restored
 from lightning_dp.isolation.comparison import (
     NOT_SAMPLED,
     TOLERANCE,
@@ -355,7 +355,7 @@ class Check:
 
     def _compare_ends(self, found: _PairResult, a: Run, b: Run) -> None:
         """Compare what two runs leave: what follows the records, or their number."""
-        if a.settings != b.settings:
+        if not is_same_content(a.settings, b.settings):
             found.seen.add("setting the optimizers' settings")
         if a.end is None or b.end is None:
             return
@@ -483,9 +483,10 @@ def _differ(one: Tensor | None, other: Tensor | None) -> bool:
 BY_CONSTRUCTION = "by construction: each record runs alone"
 
 OUTSIDE_OF_LAYERS = (
-    "training_step itself, outside of layers: such as a loss that divides by the number of tokens or of "
-    "targets that are not ignored in the whole batch, or by class weights (take each record's own loss "
-    "first; of a language model, lightning_dp.losses_of_records(output.logits, labels, "
+    "training_step itself, outside of layers: such as a statistic of the batch (x - x.mean(0), if "
+    "loss > 2), a comparison of records with each other, or a loss that divides by the number of tokens "
+    "or of targets that are not ignored in the whole batch, or by class weights (take each record's own "
+    "loss first; of a language model, lightning_dp.losses_of_records(output.logits, labels, "
     "shift=True).mean())"
 )
 

@@ -45,11 +45,28 @@ __all__ = [
 
 HOOKS_OF_STEP = (
     "on_before_zero_grad",
+    "optimizer_zero_grad",
     "on_before_backward",
     "on_after_backward",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "lr_scheduler_step",
     "on_train_batch_end",
 )
-"""The hooks of a module that each step calls behind ``training_step``, in their order."""
+"""The hooks of a module that each step calls behind ``training_step``, in their order.
+
+``on_before_optimizer_step`` reads the private gradient, and runs before it does in earnest.
+"""
+_OF_OPTIMIZERS = frozenset(
+    {
+        "on_before_zero_grad",
+        "optimizer_zero_grad",
+        "configure_gradient_clipping",
+        "optimizer_step",
+        "lr_scheduler_step",
+    }
+)
+"""Those that get optimizers or schedulers that do nothing, which they may not all be able to take."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +101,7 @@ class Run:
         drawn: the random states when the loss was there.
         has_drawn: random numbers were drawn.
         public_steps: of public optimizers.
-        settings: of optimizers that the module steps itself.
+        settings: of optimizers as the module leaves them, where it steps them itself or has hooks.
         given: what the module keeps when its batch is made, where records run alone.
         written: names of buffers and weights that it wrote to.
         calls: of modules, if they were watched.
@@ -331,18 +348,31 @@ class Runner:
         loss = loss_in(output)
         loss = loss.detach() if isinstance(loss, Tensor) else loss
         outputs = {**(output if isinstance(output, Mapping) else {}), "loss": loss}
+        loss = torch.zeros(()) if loss is None else loss
+        batch_idx, epoch = self.pipeline.batch_idx, module.current_epoch
         optimizers = getattr(module._trainer, "optimizers", [])
+        still = [StillOptimizer(each, ignore, module) for each in optimizers[:1]]
         given: dict[str, Any] = {
-            "on_before_zero_grad": optimizers[:1],
-            "on_before_backward": [torch.zeros(()) if loss is None else loss],
-            "on_train_batch_end": [outputs, run.batch, self.pipeline.batch_idx],
+            "on_before_zero_grad": still,
+            "optimizer_zero_grad": [epoch, batch_idx, *still],
+            "on_before_backward": [loss],
+            "configure_gradient_clipping": [*still, None, None],
+            "optimizer_step": [epoch, batch_idx, *still, lambda: loss],
+            "lr_scheduler_step": [_StillScheduler(still), None],
+            "on_train_batch_end": [outputs, run.batch, batch_idx],
         }
         for name in hooks:
             try:
-                getattr(module, name)(*given.get(name, ()))
+                if name not in _OF_OPTIMIZERS:
+                    getattr(module, name)(*given.get(name, ()))
+                elif still:
+                    with with_attributes(module, optimizers=lambda *_, **__: still[0]):
+                        getattr(module, name)(*given[name])
             except Exception as error:
-                run.hook_failed = f"{name} raised {type(error).__name__}"
-                return None
+                if name not in _OF_OPTIMIZERS:
+                    run.hook_failed = f"{name} raised {type(error).__name__}"
+                    return None
+        run.settings = run.settings or _settings_of(still)
         return Snapshot.of(module, parameters=True)
 
 
@@ -488,8 +518,7 @@ class ByHand:
     @property
     def settings(self) -> list[dict[str, Any]]:
         """The settings of all optimizers, as the module left them."""
-        groups = [group for each in self._stills for group in each.param_groups]
-        return [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        return _settings_of(self._stills)
 
     def _step(self, place: int) -> None:
         if self._waiting is None:
@@ -515,6 +544,11 @@ class ByHand:
             self._released = self._released or (self._waiting.take(),)
             return self._released[0]
         return sum(self._losses[1:], self._losses[0]) if self._losses else None
+
+
+def _settings_of(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+    groups = [group for each in optimizers for group in each.param_groups]
+    return [{k: v for k, v in group.items() if k != "params"} for group in groups]
 
 
 def _of(optimizer: Optimizer) -> list[nn.Parameter]:

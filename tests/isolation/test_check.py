@@ -121,7 +121,7 @@ def test_losses_of_single_records_pass(loss, engine):
     assert check_isolation(Model(net, loss), records(), engine=engine).kind == "isolated"
 
 
-@pytest.mark.parametrize("engine", ["layers", "one_by_one"])
+@pytest.mark.parametrize("engine", ["layers", "records"])
 def test_samples_without_any_gradient_are_not_compared(engine):
     model = Model(network(), lambda output, y: F.cross_entropy(output.detach(), y))
 

@@ -31,6 +31,7 @@ from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.isolation.check import Check, Schedule
+from lightning_dp.isolation.replay import HOOKS_OF_STEP
 from lightning_dp.sampling.loader import Chunk
 from lightning_dp.strategies import isolation
 from tests.zoo import Classifier, mlp
@@ -359,16 +360,47 @@ class InHook(Base):
         self.latest = loss.detach().clone()
         return loss * (1 + 100 * self.seen)
 
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
-def keeps(self, *given):
-    loss = given[0] if given else None
-    self.seen = loss.detach() if isinstance(loss, torch.Tensor) else self.latest
+
+def keeping(hook):
+    """Return a model that keeps the loss in a hook."""
+
+    def keep(self, *given, **named):
+        getattr(InHook, hook)(self, *given, **named)
+        self.seen = given[0].detach() if hook == "on_before_backward" else self.latest
+
+    return type("Keeps", (InHook,), {hook: keep})()
 
 
-@pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_before_backward", "on_after_backward"])
+@pytest.mark.parametrize("hook", HOOKS_OF_STEP)
 def test_what_the_hooks_of_a_step_keep_is_compared(fit, hook):
     with pytest.raises(VoidedRunError, match=r"self\.seen"):
-        fit(type("Keeps", (InHook,), {hook: keeps})(), 3, {"engine": "layers"})
+        fit(keeping(hook), 3, {"engine": "layers"})
+
+
+class StepsByHook(InHook):
+    """Sets the learning rate when the optimizer is about to step, and steps by what it is asked for."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.rate = rate
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * float(self.rate(self))
+        self.optimizers().step(closure)
+
+
+def test_learning_rates_of_optimizer_step_follow_no_record(fit):
+    with pytest.raises((MisconfigurationException, VoidedRunError), match="optimizers' settings"):
+        fit(StepsByHook(lambda model: model.latest), 3, {"engine": "layers"})
+
+    run = fit(StepsByHook(lambda model: 1 / (1 + model.global_step)), 3, {"engine": "layers"})
+    assert (run.steps, dict(run.not_compared)) == (3, {})
 
 
 @pytest.mark.parametrize("engine", ["layers", "records"])
