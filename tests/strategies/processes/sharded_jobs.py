@@ -391,7 +391,7 @@ class Sums(L.LightningModule):
 
     def loss(self, chunk: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.is_mixed):
-            return self.net(chunk).square().mean()
+            return self.net(chunk).float().square().mean()  # 1/n has 8 digits in bfloat16
 
     def released(
         self,
