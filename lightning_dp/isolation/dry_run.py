@@ -199,7 +199,7 @@ class _FirstRun:
     def of_half(self, i: int, twins: TwinState) -> Run | None:
         """Return the run with what is compared of a half, if it need not be made again for it."""
         run, looks = self._run, self._looks
-        if run.gradients is NOT_SAMPLED:  # which are to be compared with those beside twins
+        if run.gradients is NOT_SAMPLED:  # those of twins are to be compared with it
             return None if twins.has_ever or (i and run.has_drawn) else run
         if i == 0:
             return run
