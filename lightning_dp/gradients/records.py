@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sysconfig
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -322,21 +321,14 @@ def _place_in_code(error: Exception) -> str:
 
 
 def _holders(module: nn.Module, tensors: Sequence[Tensor]) -> str:
-    """Return the names of attributes that hold some tensors, themselves or in lists."""
+    """Return the names of attributes that hold some tensors, themselves or in a list."""
     known = set(map(id, tensors))
     return ", ".join(
         f"self.{name}.{key}" if name else f"self.{key}"
         for name, part in module.named_modules()
         for key, value in vars(part).items()
-        if not known.isdisjoint(map(id, [value, *_items(value)]))
+        if not known.isdisjoint(map(id, [value, *(value if type(value) in (list, tuple) else ())]))
     )
-
-
-def _items(value: Any) -> Collection[Any]:
-    """Return what a container holds; nothing of other objects."""
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list | tuple | deque | set) else ()
 
 
 def _as_rows(x: Any) -> Any:

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_dp._snapshot import RandomState
 from lightning_dp.boundary import Query, Term
 from lightning_dp.functional import in_float64
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.batches import UNKNOWN_LAYOUT, Layout, is_image, leaves, map_leaves
 from lightning_dp.gradients.parameter_sum import BookkeptGradients
-from lightning_dp.gradients.snapshot import RandomState
 from lightning_dp.isolation.check import CURES, Check, Outcome, Settings, outcome_of
 from lightning_dp.isolation.comparison import (
     NOT_SAMPLED,
@@ -103,7 +103,7 @@ class DryRun:
             settings: makes the settings of a comparison, by ``query``, ``whole``, ``seed`` and
                 ``fewer``; asked when an engine has run.
             clip_norm: the bound C.
-            twins: notes what follows the samples.
+            twins: is told what follows the samples.
 
         Raises:
             UnsupportedModelError: if no engine takes the model, or no record has a gradient.
@@ -199,7 +199,7 @@ class _FirstRun:
     def of_half(self, i: int, twins: TwinState) -> Run | None:
         """Return the run with what is compared of a half, if it need not be made again for it."""
         run, looks = self._run, self._looks
-        if run.gradients is NOT_SAMPLED:  # which are to be compared with those of twins
+        if run.gradients is NOT_SAMPLED:  # those of twins are to be compared with it
             return None if twins.has_ever or (i and run.has_drawn) else run
         if i == 0:
             return run

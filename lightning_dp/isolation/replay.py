@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -57,16 +57,6 @@ HOOKS_OF_STEP = (
 
 ``on_before_optimizer_step`` reads the private gradient, and runs before it does in earnest.
 """
-_OF_OPTIMIZERS = frozenset(
-    {
-        "on_before_zero_grad",
-        "optimizer_zero_grad",
-        "configure_gradient_clipping",
-        "optimizer_step",
-        "lr_scheduler_step",
-    }
-)
-"""Those that get optimizers or schedulers that do nothing, which they may not all be able to take."""
 
 
 @dataclass(frozen=True)
@@ -352,26 +342,30 @@ class Runner:
         batch_idx, epoch = self.pipeline.batch_idx, module.current_epoch
         optimizers = getattr(module._trainer, "optimizers", [])
         still = [StillOptimizer(each, ignore, module) for each in optimizers[:1]]
-        given: dict[str, Any] = {
+        given = {
+            "on_before_backward": [loss],
+            "on_train_batch_end": [outputs, run.batch, batch_idx],
+        }
+        of_optimizers: dict[str, list[Any]] = {
             "on_before_zero_grad": still,
             "optimizer_zero_grad": [epoch, batch_idx, *still],
-            "on_before_backward": [loss],
             "configure_gradient_clipping": [*still, None, None],
             "optimizer_step": [epoch, batch_idx, *still, lambda: loss],
             "lr_scheduler_step": [_StillScheduler(still), None],
-            "on_train_batch_end": [outputs, run.batch, batch_idx],
         }
         for name in hooks:
+            if name in of_optimizers:  # which may not be able to take these
+                with (
+                    suppress(Exception),
+                    with_attributes(module, optimizers=lambda *_, **__: still[0]),
+                ):
+                    getattr(module, name)(*of_optimizers[name])
+                continue
             try:
-                if name not in _OF_OPTIMIZERS:
-                    getattr(module, name)(*given.get(name, ()))
-                elif still:
-                    with with_attributes(module, optimizers=lambda *_, **__: still[0]):
-                        getattr(module, name)(*given[name])
+                getattr(module, name)(*given.get(name, ()))
             except Exception as error:
-                if name not in _OF_OPTIMIZERS:
-                    run.hook_failed = f"{name} raised {type(error).__name__}"
-                    return None
+                run.hook_failed = f"{name} raised {type(error).__name__}"
+                return None
         run.settings = run.settings or _settings_of(still)
         return Snapshot.of(module, parameters=True)
 

@@ -300,6 +300,7 @@ class StepGuard:
 
     def _before_update(self) -> None:
         if not self._is_allowed:
+            self._depth -= 1  # it is over: of a step inside another, whose error somebody caught
             raise RefusedRun(_NOT_PRIVATE, topic="raw-gradients")
         check, self._check = self._check, None
         if check is not None:

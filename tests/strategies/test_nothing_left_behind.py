@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -217,6 +218,20 @@ def test_a_step_that_was_not_allowed_raises_and_one_is_allowed_once():
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     StepGuard(optimizer).allow()
     optimizer.step()
+    with pytest.raises(RuntimeError, match=r"optimizer.step\(\) was called with gradients that w"):
+        optimizer.step()
+
+
+def test_a_step_that_was_refused_inside_of_another_allows_no_later_one():
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    guard = StepGuard(optimizer)
+
+    def closure():
+        with contextlib.suppress(RuntimeError):
+            optimizer.step()
+        guard.allow()
+
+    optimizer.step(closure)
     with pytest.raises(RuntimeError, match=r"optimizer.step\(\) was called with gradients that w"):
         optimizer.step()
 
