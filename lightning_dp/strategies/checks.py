@@ -174,7 +174,7 @@ def check_estimator(
     engine, traits = config.engine, estimator.traits
     if traits.uses_hessian and not step.engine.passes.engine.has_products:
         raise MisconfigurationError(
-            f"{estimator} needs Hessian-vector products, which this engine does not have: "
+            f"{type(estimator).__name__} needs Hessian-vector products, which this engine does not have: "
             f"{step.engine.choice.description}. Use engine='auto'.",
             topic="hessian-products",
         )

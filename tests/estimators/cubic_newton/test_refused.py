@@ -125,7 +125,9 @@ def test_noise_that_is_chosen_from_released_gradients_is_refused():
 
 
 def test_the_hooks_engine_is_refused_by_name(fit, tmp_path):
-    with pytest.raises(MisconfigurationException, match=r"Hessian-vector.*hooks.*layers"):
+    with pytest.raises(
+        MisconfigurationException, match=r"Hessian-vector.*: hooks\. Use engine='auto'"
+    ):
         fit(CubicNewton(1.0, 1.0, 3), noise_multiplier=1.0, engine="hooks")
     nothing_was_charged(fit, tmp_path)
 
