@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dp._snapshot import RandomState
 from lightning_dp.boundary import Query, Term
 from lightning_dp.functional import in_float64
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.batches import UNKNOWN_LAYOUT, Layout, is_image, leaves, map_leaves
 from lightning_dp.gradients.parameter_sum import BookkeptGradients
+from lightning_dp.gradients.snapshot import RandomState
 from lightning_dp.isolation.check import CURES, Check, Outcome, Settings, outcome_of
 from lightning_dp.isolation.comparison import (
     NOT_SAMPLED,
@@ -103,7 +103,7 @@ class DryRun:
             settings: makes the settings of a comparison, by ``query``, ``whole``, ``seed`` and
                 ``fewer``; asked when an engine has run.
             clip_norm: the bound C.
-            twins: is told what follows the samples.
+            twins: notes what follows the samples.
 
         Raises:
             UnsupportedModelError: if no engine takes the model, or no record has a gradient.
