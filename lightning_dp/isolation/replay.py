@@ -88,7 +88,7 @@ class Run:
         gradients: what is compared of those of some samples; None if there are none.
         start, end: what the module keeps before, and behind the backward pass and the hooks; no end
             if a hook raised.
-        drawn: the random states when the loss was there.
+        drawn: the random states when the loss was there, or the private optimizer stepped by hand.
         has_drawn: random numbers were drawn.
         public_steps: of public optimizers.
         settings: of optimizers as the module leaves them, where it steps them itself or has hooks.
@@ -277,8 +277,9 @@ class Runner:
         outputs: list[Any] = []
 
         def forward(batch: Any) -> Any:
-            output = self._forward(batch, run, outputs)
-            run.drawn = RandomState(self.device)
+            run.drawn = None
+            output = self._forward(batch, run, outputs, start)
+            run.drawn = run.drawn or RandomState(self.device)
             return output
 
         def see(output: Any) -> None:
@@ -317,12 +318,17 @@ class Runner:
         singles = Singles(self._batch([sample]) for sample in samples)
         return passes.gradients(query, replace(replay, batch=singles, owners=None))
 
-    def _forward(self, batch: Any, run: Run, outputs: list[Any]) -> Any:
+    def _forward(self, batch: Any, run: Run, outputs: list[Any], start: RandomState) -> Any:
         """Return what ``training_step`` does; or the loss that it goes back from by hand."""
         module = self.module
+
+        def begin_public() -> None:  # public steps draw alike, however many numbers records drew
+            run.drawn = RandomState(self.device)
+            start.restore()
+
         if module.automatic_optimization:
             return self.pipeline.training_step(batch)
-        by_hand = ByHand(module, module.trainer.optimizers, self.params)
+        by_hand = ByHand(module, module.trainer.optimizers, self.params, begin_public)
         with by_hand.in_place():
             outputs[:] = [self.pipeline.training_step(batch)]
         run.public_steps, run.settings = tuple(by_hand.public_steps), by_hand.settings
@@ -470,12 +476,17 @@ class ByHand:
         module: what it calls to optimize is replaced on it, inside :meth:`in_place`.
         optimizers: the real ones, in the order of ``configure_optimizers``.
         trained: the parameters that are trained on records.
+        after_private: is called when their optimizer has stepped, if there are public ones.
     """
 
     def __init__(
-        self, module: LightningModule, optimizers: Sequence[Optimizer], trained: Sequence[Tensor]
+        self,
+        module: LightningModule,
+        optimizers: Sequence[Optimizer],
+        trained: Sequence[Tensor],
+        after_private: Callable[[], None],
     ) -> None:
-        self._module, self._losses = module, list[Tensor]()
+        self._module, self._losses, self._after_private = module, list[Tensor](), after_private
         self._stills = [
             StillOptimizer(each, partial(self._step, place), module)
             for place, each in enumerate(optimizers)
@@ -518,7 +529,9 @@ class ByHand:
         if self._waiting is None:
             return
         if place == self._private:
-            self._released = self._released or (self._waiting.take(),)
+            if self._released is None:
+                self._released = (self._waiting.take(),)
+                self._after_private()
             return
         gradients = (p.grad for p in _of(self._stills[place]))
         found = tuple(None if each is None else each.detach().clone() for each in gradients)

@@ -228,7 +228,7 @@ EDITS: dict[str, Callable[[Any], object]] = {
     "centres_arrays": lambda batch: np.subtract(x := batch[0].numpy(), x.mean(0), out=x),
     "mixes_rows": lambda batch: batch[0].lerp_(batch[0].flip(0), 0.5),
     "centres_rows": lambda batch: batch[0].sub_(batch[0].mean(0)),
-    "grows_rows": lambda batch: batch[0].copy_(coherent(batch[0])),
+    "grows_rows": lambda batch: batch[0].mul_(1 + 0.01 * batch[0].mean()),
     "exchanges_rows": lambda batch: batch.__setitem__(0, batch[0] - batch[0].mean(0)),
     "exchanges_labels": lambda batch: batch.__setitem__(1, batch[1].flip(0)),
     "centres_data": lambda batch: batch[0].data.sub_(batch[0].mean(0)),
