@@ -185,7 +185,8 @@ class IsolationWatch:
         )
         runner = self._runner(self._loader, *((0,) if takes_number else ()))
         norms = config.resolved_estimator().traits.clip_norms
-        found = dry.run(runner, self._settings, max(norms, default=math.inf), self._twins)
+        settings = partial(self._settings, is_dry=True)
+        found = dry.run(runner, settings, max(norms, default=math.inf), self._twins)
         found = self._world.broadcast(found)
         engine.settle()
         self._run.engine = engine.passes.description
@@ -488,9 +489,12 @@ class IsolationWatch:
         starts = any(map(_starts_batches, owners))
         return not self._made_by and not starts and not _reads_together(self._loader)
 
-    def _settings(self, *, query: Query, whole: int, seed: int, fewer: bool = True) -> Settings:
+    def _settings(
+        self, *, query: Query, whole: int, seed: int, fewer: bool = True, is_dry: bool = False
+    ) -> Settings:
         is_count_public = isinstance(self._run.config.sampling, FullBatch)
-        needs = self._needs_gradients
+        # The dry run looks at records that run alone, too, if they do so in one pass.
+        needs = self._needs_gradients or (is_dry and not self._step.one_record)
         return Settings(query, whole, self._eps, seed, needs, is_count_public, fewer)
 
     @property

@@ -200,6 +200,32 @@ class Penalised(Base):
         return loss + torch.autograd.grad(loss, x, create_graph=True)[0].square().sum()
 
 
+@torch.library.custom_op("lightning_dp_tests::less_the_mean", mutates_args=())
+def less_the_mean(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy; its rule for many records at once is wrong, and mixes them."""
+    return x.clone()
+
+
+less_the_mean.register_fake(torch.empty_like)
+less_the_mean.register_autograd(lambda context, gradient: gradient.clone())
+
+
+@less_the_mean.register_vmap
+def _of_many(info, in_dims, x):
+    rows = x.movedim(in_dims[0], 0)
+    return rows - 0.9 * rows.mean(0, keepdim=True), 0
+
+
+class OwnOperator(Base):
+    def loss(self, x, y):
+        return F.cross_entropy(less_the_mean(self.net(x)), y)
+
+
+def test_the_dry_run_compares_records_that_run_alone_in_one_pass(fit):
+    with pytest.raises(MisconfigurationException, match="OwnOperator couples the records"):
+        fit(OwnOperator(), privacy={"engine": "records", "checks": Checks()})
+
+
 def test_records_one_after_the_other_are_announced_with_their_cost(fit):
     message = r"^Each record runs alone, .* other \(4 synthetic ones took ([\d.]+) times as long as"
     with pytest.warns(PrivacyWarning, match=message) as caught:
