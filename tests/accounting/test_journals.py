@@ -107,7 +107,7 @@ def test_federations_of_one_name_count_twice(tmp_path):
 
 
 def test_noise_chosen_at_run_time_counts_with_its_whole_budget(tmp_path):
-    """What came out does not bound what could have; of copies of a journal the larger one counts."""
+    """Released noise bounds none that could have been; of copies of a journal the larger one counts."""
     write(tmp_path / "fixed.journal", TWO, {"c" * 16: [B]})
     for name, budget in (("copy", 2.0), (ONE, 3.0)):
         write(tmp_path / f"{name}.journal", ONE, {"a" * 16: [A]})

@@ -50,7 +50,7 @@ class Ring:
 
 @dataclass(slots=True)
 class Running:
-    """What ``attrs.define`` makes, too."""
+    """A class of ``attrs.define`` is one, too."""
 
     mean: float = 0.0
 

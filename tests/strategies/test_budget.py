@@ -287,7 +287,7 @@ def test_fewer_steps_than_were_planned_are_a_stop(tmp_path):
 
 
 def test_a_plan_that_the_budget_ends_is_whole(tmp_path):
-    """As after a crash: steps that were lost are charged, so that fewer are left."""
+    """A crash: steps that were lost are charged, so that fewer are left."""
     ending = Ending(tmp_path, target_epsilon=of(50) * 1.0001)
     run = ending.fit(PrivateRun(ending.config), 200, 20)
     state = run.state_dict()
