@@ -93,8 +93,16 @@ class RefusedRun(Refusal, RuntimeError):
 class UnsupportedModelError(Refusal, TypeError):
     """Per-record gradients cannot be computed for this model."""
 
+    place = ""
+    """The line of the user's code, which follows from the samples: for synthetic ones only."""
+
     def __init__(self, text: str, *, topic: str = "unsupported-model") -> None:
         super().__init__(text, topic=topic)
+
+    def placed(self) -> UnsupportedModelError:
+        """Return it with the line of the user's code in its text."""
+        text = f"{self.text} ({self.place}.)" if self.place else self.text
+        return UnsupportedModelError(text, topic=self.topic)
 
     def plain(self) -> UnsupportedModelError:
         """Return it to be kept: without its traceback, which holds tensors."""

@@ -261,6 +261,8 @@ class RecordPasses:
     ) -> None:
         self._module, self._params, self.clipping = module, params, clipping
         self._choice = EngineChoice(engine) if isinstance(engine, str) else engine
+        self.is_synthetic = False
+        """The samples are made up, so that a refusal may name the line that they reached."""
         self._is_sharded = any(map(is_sharded, params))
         self._quietly, self._again, self._wrap = quietly, again, wrap
         self._checks_graph, self._loss_scale = loss_graph_check, loss_scale
@@ -306,8 +308,10 @@ class RecordPasses:
     def go_down(self, reason: UnsupportedModelError) -> None:
         """Go on with the next engine of the choice, if there is one; what passes left is forgotten."""
         self.drop()
+        is_told = isinstance(reason, CoupledLossError | OtherRowsError)
+        if self.is_synthetic and not is_told:
+            reason = reason.placed()
         if not self._choice.fall(reason):
-            is_told = isinstance(reason, CoupledLossError | OtherRowsError)
             raise reason if is_told else self._choice.refusal(reason)
         self.go_on()
 

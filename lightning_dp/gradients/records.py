@@ -300,13 +300,13 @@ def _refusing() -> Iterator[None]:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except UnsupportedModelError as error:
-        if type(error) is UnsupportedModelError and (place := _place_in_code(error)):
-            text = f"{error.text} ({place[0].upper()}{place[1:]}.)"
-            raise UnsupportedModelError(text, topic=error.topic) from None
+        error.place = _place_in_code(error)
         raise
     except Exception as error:
-        reason = _RAISED.format(f"{type(error).__name__} {_place_in_code(error)}".rstrip())
-        raise UnsupportedModelError(f"{reason}.", topic="unsupported-model") from None
+        text = f"{_RAISED.format(type(error).__name__)}."
+        reason = UnsupportedModelError(text, topic="unsupported-model")
+        reason.place = _place_in_code(error)
+        raise reason from None
 
 
 def _place_in_code(error: Exception) -> str:
@@ -316,7 +316,7 @@ def _place_in_code(error: Exception) -> str:
         path = Path(frame.f_code.co_filename)
         is_installed = {"site-packages", "dist-packages"} & {*path.parts}
         if not (is_installed or _LIBRARIES & {*path.parents}):
-            found = f"in {frame.f_code.co_name}, line {line} of {path.name}"
+            found = f"In {frame.f_code.co_name}, line {line} of {path.name}"
     return found
 
 

@@ -108,7 +108,7 @@ class DryRun:
         Raises:
             UnsupportedModelError: if no engine takes the model, or no record has a gradient.
         """
-        runner.without_dropout = True
+        runner.without_dropout = runner.passes.is_synthetic = True
         try:
             first = self._first_run(runner, settings, clip_norm)
             checks = _checks(runner, first, partial(settings, query=_plain(first.unit)), twins)
@@ -120,6 +120,8 @@ class DryRun:
             raise
         except Exception as error:  # the user's code, on values that are none of the user's
             return Outcome("not compared", f"{type(error).__name__}: {error}")
+        finally:
+            runner.passes.is_synthetic = False
 
     def slowdown(self, runner: Runner) -> str:
         """Return the cost of records one after the other, in words; "" where none run together."""

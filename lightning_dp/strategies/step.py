@@ -254,9 +254,7 @@ class PrivateStep:
         """Run the backward pass of a loss that was divided, as the engine does it."""
         if self._batch.chunk is None:
             raise RefusedRun(_AGAIN, topic="batches-and-steps")
-        if (
-            self._batch.faults or self._is_passed_on
-        ):  # nothing of it will be released, or not by this
+        if self._batch.faults or self._is_passed_on:  # nothing is released, or by another engine
             return
         combined = query is not None and len(passes_of(query)) > 1
         try:

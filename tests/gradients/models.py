@@ -531,3 +531,15 @@ EXAMPLES: Mapping[str, Example] = {
         by="one_by_one layers ghost hooks", first=linear()),
     **kinds(),
 }  # fmt: skip
+
+
+class Copies(torch.autograd.Function):
+    """A function that returns what it is given; cases add a backward pass."""
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass

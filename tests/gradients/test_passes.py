@@ -23,7 +23,7 @@ from lightning_dp.gradients import (
 )
 from lightning_dp.gradients.passes import at_point, passes_of
 from lightning_dp.gradients.snapshot import RandomState
-from tests.gradients.models import Example
+from tests.gradients.models import Copies, Example
 from tests.gradients.test_contract import clipped, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
@@ -297,18 +297,10 @@ def test_the_guard_drops_raw_gradients_of_trained_parameters_until_it_is_removed
 # -- how many others there are ----------------------------------------------------------------------
 
 
-class Clamps(torch.autograd.Function):
+class Clamps(Copies):
     """A backward pass that is not linear."""
 
     generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
 
     @staticmethod
     def backward(ctx, gradient):

@@ -18,7 +18,7 @@ from lightning_dp.gradients import EngineChoice, RecordPasses, UnsupportedModelE
 from lightning_dp.gradients.ghost import GhostClipping
 from lightning_dp.gradients.layer_calls import LayerCalls
 from lightning_dp.gradients.opacus_hooks import OpacusHooks
-from tests.gradients.models import net, weight
+from tests.gradients.models import Copies, net, weight
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Full backward hook is firing", "ignore:.*weight_norm"
@@ -250,16 +250,8 @@ def test_what_goes_past_the_hooks_of_layers_is_refused_by_name(kind, name, oracl
         engine.take(1.0)
 
 
-class RuleForAll(torch.autograd.Function):
+class RuleForAll(Copies):
     """Its rule for vmap gets all records at once; so does its backward pass."""
-
-    @staticmethod
-    def forward(x):
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
 
     @staticmethod
     def backward(ctx, gradient):

@@ -48,21 +48,25 @@ class Noisy(Dataset):
 SIZES: list[tuple[int, int]] = []
 
 
+def private(folder, **settings):
+    return DifferentialPrivacy(
+        noise_multiplier=8.0,
+        target_delta=1e-5,
+        sampling=FullBatch(),
+        engine="layers",
+        ledger_dir=str(folder / "ledger"),
+        advice=False,
+        **settings,
+    )
+
+
 @pytest.fixture
 def runs_of_step_1(make_trainer, tmp_path):
     """The sizes of all runs of the second step, whose comparison is of the whole batch."""
 
     def run(model, noise=0.0, **settings):
         SIZES.clear()
-        privacy = DifferentialPrivacy(
-            noise_multiplier=8.0,
-            target_delta=1e-5,
-            sampling=FullBatch(),
-            engine="layers",
-            ledger_dir=str(tmp_path / "ledger"),
-            advice=False,
-            **settings,
-        )
+        privacy = private(tmp_path, **settings)
         trainer = make_trainer(callbacks=[privacy], max_steps=2)
         trainer.fit(model, DataLoader(Noisy(noise), N))
         assert not trainer.strategy.private_run.not_compared
@@ -82,15 +86,7 @@ def runs_of_step_0(make_trainer, tmp_path):
 
     def run(model, n):
         SIZES.clear()
-        privacy = DifferentialPrivacy(
-            noise_multiplier=8.0,
-            target_delta=1e-5,
-            sampling=FullBatch(),
-            engine="layers",
-            ledger_dir=str(tmp_path / "ledger"),
-            advice=False,
-            checks=Checks(dry_run=False),
-        )
+        privacy = private(tmp_path, checks=Checks(dry_run=False))
         trainer = make_trainer(callbacks=[privacy], max_steps=1)
         trainer.fit(model, DataLoader(Subset(Noisy(0.0), range(n)), n))
         assert not trainer.strategy.private_run.not_compared

@@ -234,6 +234,21 @@ def test_records_one_after_the_other_are_announced_with_their_cost(fit):
     assert len(said) == 1 and float(re.match(message, said[0])[1]) > 1.5
 
 
+class NotesReasons(Penalised):
+    def on_train_end(self):
+        self.reasons = self.trainer.strategy._fit.step.engine.choice.reasons
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_lines_of_code_are_named_for_synthetic_samples_alone(fit, dry):
+    checks, model = Checks(dry_run=dry, comparisons=False), NotesReasons()
+    with pytest.warns(PrivacyWarning) if dry else contextlib.nullcontext():
+        fit(model, privacy={"engine": "records", "checks": checks})
+
+    (reason,) = model.reasons
+    assert ("line " in reason.text) is dry
+
+
 class DrawsByRecord(Base):
     """Draw as many random numbers as the records say."""
 
