@@ -234,10 +234,11 @@ def curves_part(folder: str, size: Size, output: Path) -> None:
             for i, (e, s) in enumerate(wanted):
                 name_of = f"ε = {e:g}, σ = {s}"
                 ax.plot(at, found[:, :, i, k].mean(0), "-" if s else "--", label=name_of, lw=1.2)
-            ax.set(xscale="log", yscale="log", xlabel="step", title=name[:40])
+            ax.set(xscale="log", yscale="log", xlabel="step")
+            ax.set_title(name, fontsize=9)
             ax.set_ylabel(("training loss", "validation loss")[k])
             ax.grid(alpha=0.3, which="both")
-    axes[0, 0].legend(fontsize=7)
+    axes[1, 0].legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 0.14), ncols=2)
     figure.tight_layout()
     figure.savefig(output / "curves.png", dpi=90)
     plt.close(figure)
