@@ -230,7 +230,7 @@ def _compiled_in(owner: object) -> list[str]:
     return [name for name, value in vars(owner).items() if _is_function(value)]
 
 
-def runs_forward_of(layer: nn.Module, kind: type[nn.Module]) -> bool:
+def runs_forward_of(layer: nn.Module, kind: Any) -> bool:
     """Return whether a layer has a type's own methods, compiled or not, wherever forward comes to them.
 
     Example:
@@ -253,7 +253,7 @@ def _as_written(method: Any) -> Any:
 
 
 @cache
-def _methods_of(kind: Any) -> tuple[str, ...]:
+def _methods_of(kind: type[nn.Module]) -> tuple[str, ...]:
     """Return the names of the methods of a type that its forward pass comes to."""
     found = ["forward"]
     for name in found:
