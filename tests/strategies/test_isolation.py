@@ -226,6 +226,13 @@ def test_the_dry_run_compares_records_that_run_alone_in_one_pass(fit):
         fit(OwnOperator(), privacy={"engine": "records", "checks": Checks()})
 
 
+def test_without_a_dry_run_a_step_compares_records_that_run_alone(fit):
+    without = {"engine": "records", "checks": Checks(dry_run=False)}
+    with pytest.raises(VoidedRunError, match="OwnOperator: when some records of a batch"):
+        fit(OwnOperator(), privacy=without)
+    fit(Base(), privacy=without)
+
+
 def test_records_one_after_the_other_are_announced_with_their_cost(fit):
     message = r"^Each record runs alone, .* other \(4 synthetic ones took ([\d.]+) times as long as"
     with pytest.warns(PrivacyWarning, match=message) as caught:
