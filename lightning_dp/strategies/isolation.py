@@ -74,6 +74,11 @@ _EDITED = (
     "does to a record cannot be compared with what it does to it among others. Do it in "
     "on_after_batch_transfer of the module or the data module."
 )
+_FLAT = (
+    "The loss of {} gives synthetic records no gradient: if it gives real ones none either, noise alone "
+    "is trained, and ε is spent on it. Look for terms that cancel, as in loss / loss.mean(). (Nothing "
+    "is wrong if it leaves out records like the synthetic ones.)"
+)
 _COUPLES = (
     "{} couples the records of a batch: {}. Clipping does not bound what a record does then, and ε "
     "would not hold.{} (Found on synthetic samples. If it is wrong, leave it out with "
@@ -202,6 +207,8 @@ class IsolationWatch:
                 _COUPLES.format(type(self._module).__name__, found.reason, alone),
                 topic="coupled-records",
             )
+        if not dry.has_gradients and self._world.is_lead:
+            warn(_FLAT.format(type(self._module).__name__), topic="no-loss")
         if engine.passes.engine.one_record and engine.choice.reasons:
             cost, reason = dry.slowdown(runner), engine.choice.reasons[-1].text
             if self._world.is_lead:
