@@ -81,7 +81,8 @@ class Checks:
             always change what others contribute (:func:`lightning_dp.audit.check_isolation`). Types
             and shapes are those of a sample of the training set, values are not.
         loss_graph: at every step of an engine that runs the whole batch, refuse a loss whose autograd
-            graph mixes records by more than sums with constant coefficients.
+            graph mixes records by more than sums with constant coefficients. Without it a mean of
+            records in half precision, and a term that acts in few steps, may pass.
         comparisons: at public steps, compare runs of the batch with some records exchanged, and end
             the run if the clipped sum of the others moves by more than 0.05 C, or if the model keeps
             what it saw of them.

@@ -105,7 +105,13 @@ class NoisePlan:
     @property
     def is_constant(self) -> bool:
         """True if every charge makes the same event."""
-        is_alike = type(self.sampling) is not FixedOrder or type(self.noise) is IndependentNoise
+        is_alike = not isinstance(self.sampling, AbstractBlockSampling)
+        if (
+            not is_alike
+        ):  # charges of others may cost more the later they are, subclasses among them
+            is_alike = type(self.sampling) in (CyclicPoisson, RandomAllocation) or (
+                type(self.sampling) is FixedOrder and type(self.noise) is IndependentNoise
+            )
         return self.shape.is_constant and self.traits.period == 1 and is_alike
 
     @property
@@ -117,6 +123,13 @@ class NoisePlan:
     def is_plain(self) -> bool:
         """True if every step makes the same event, and no step depends on another."""
         return self.is_constant and not self.is_block and self.noise.bands == 1
+
+    def makes_batches_of(self, other: NoisePlan) -> bool:
+        """Return whether steps are as in another plan, up to the scale of the noise and a new block."""
+        return (
+            replace(other, scale=self.scale, noise=self.noise, start=self.start, end=self.end)
+            == self
+        )
 
     def charges_before(self, step: Whole) -> Whole:
         """Return the number of charges from the start of the block to this step, or to each of some."""
@@ -208,14 +221,9 @@ class NoisePlan:
         if self.is_constant:
             from lightning_dp.accounting.calibration import alike
 
-            if not self.is_block:
-                return alike(self.rate(first), number, self.noise_multiplier(first))
             noise, rate = self.event(first).pair
             return alike(rate, self.charges(first, number), noise)
-        if self.is_block:
-            return merge_arrays(*self.later(first).pairs(0, self.charges(first, number)))
-        last = first + number
-        return merge_arrays(self.scale * self.relative_noises(first, last), self.rates(first, last))
+        return merge_arrays(*self.later(first).pairs(0, self.charges(first, number)))
 
     def later(self, step: int) -> LaterSteps:
         """Return the charges of the plan from a step on."""
@@ -421,6 +429,14 @@ class Budget:
             return GDPGuard(*budget)
         if not config.is_adaptive:
             return FixedGuard(affordable)
+        if self.spent and self.order is None and self._spent_on_full_batches:
+            raise RefusedSetting(
+                "The training data or its batches changed during the run: noise_schedule="
+                f"{plan.shape} chose the noise of full batches, and batches of q={plan.sample_rate:g} "
+                "need a Rényi order that was fixed before them. Keep to full batches, or use a new "
+                "DifferentialPrivacy object.",
+                topic="data-changed",
+            )
         fits = self._affordable(plan, step, planned_steps, self._of_orders)
         # The order is the optimum of all that fits; where nothing does, the first step's will do.
         expected = merge_arrays(*plan.later(step).pairs(0, max(1, fits)))

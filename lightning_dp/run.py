@@ -186,6 +186,7 @@ class PrivateRun:
         self._fit: PlannedFit | None = None  # the latest one; None before the first
         self.mechanism: Mechanism | None = None  # its own
         self._resumed: dict[str, Any] | None = None  # a checkpoint's record, until a fit begins
+        self._promised = 0.0  # ε of the whole plan before the latest fit: it may begin a new block
         self._cache = EpsilonCache(config.accountant)  # many ask for the present one
 
     # -- what users read -------------------------------------------------------------------
@@ -264,7 +265,7 @@ class PrivateRun:
         """ε of the whole plan, also of its steps that asked nothing; None if it has no end.
 
         What must be claimed if results decided when to stop, or which steps to leave out. What was
-        planned for earlier fits counts, too, where they ended before.
+        planned for earlier fits counts, too, where they ended before; it is never less than it was.
         """
         mechanism, remaining = self.mechanism, self.remaining_steps
         if mechanism is None or not math.isfinite(remaining):
@@ -274,7 +275,7 @@ class PrivateRun:
             return self._claim(delta) if self.steps + remaining else self.epsilon
         left = mechanism.plan.history(mechanism.step, int(remaining))
         history = [*self.ledger.history(), *mechanism.uncharged, *left]
-        return self._cache.epsilon(history, delta, self.config.relation)
+        return max(self._cache.epsilon(history, delta, self.config.relation), self._promised)
 
     def epsilon_beside(self, others: History) -> float | None:
         """ε of other charges and this run's whole plan; None if it has no end."""
@@ -416,6 +417,7 @@ class PrivateRun:
     def _planned_fit(self, planned_steps: float, world: World, steps_before: int) -> PlannedFit:
         """Find the noise and the budget of the steps to come."""
         budget, resumed = self._budget(self.ledger.history()), self._resumed
+        self._promised = self.epsilon_of_plan or self._promised
         check_bounded(budget.spent, self.config.relation)
         state = self._state_to_continue(steps_before)
         step = 0 if state is None else int(state["step"])
@@ -448,7 +450,9 @@ class PrivateRun:
         if before is None or self.is_adaptive:
             return known
         # A plan that the budget cuts short is no shorter by anybody's choice.
-        plan, first = before.mechanism.plan, fit.end if goes_on else before.mechanism.step
+        plan = before.mechanism.plan
+        is_made = goes_on and fit.mechanism.plan.makes_batches_of(plan)
+        first = fit.end if is_made else before.mechanism.step
         if not first < last < math.inf or plan.scale == math.inf:
             return known
         return counted([*known, *plan.history(int(first), int(last - first))])
@@ -567,5 +571,6 @@ class PrivateRun:
             self.ledger.restore(state["ledger"], directory, ahead)
             self._refuse_smaller_budget()
         self.is_seeded = self.is_seeded or bool(state["seeded"])
-        self.started = state.get("report", {}).get("started")
+        report = state.get("report", {})
+        self.started, self._promised = report.get("started"), report.get("epsilon_of_plan") or 0.0
         self._resumed = None if state["mechanism"] is None else state

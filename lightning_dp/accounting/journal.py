@@ -758,8 +758,20 @@ def federations_in(runs: Charges) -> dict[str, Charges]:
 
 def write_release_file(path: Path, progress: Progress, kept: Kept) -> None:
     """Replace the file, durably: it is the old one or the new one at any moment."""
-    with replaced(path) as file:
+    with _release_disk(path), replaced(path) as file:
         file.writelines([_line_of(progress, kept), *kept.values()])
+
+
+@contextlib.contextmanager
+def _release_disk(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise JournalDiskError(
+            f"The release file {path} cannot be written: {error}. Nothing leaves without it. Make room "
+            "or grant access in its folder, and answer the request again.",
+            topic="journal-disk",
+        ) from error
 
 
 def _line_of(progress: Progress, kept: Kept) -> bytes:
@@ -778,7 +790,7 @@ def append_progress(path: Path, progress: Progress) -> bool:
     The line counts instead of the first one. What a crash left of it does not: until all of it is on
     the disk, the journal has no charge of that round, and a journal that has one is refused.
     """
-    with open(path, "r+b") as file:
+    with _release_disk(path), open(path, "r+b") as file:
         _, places, _ = _header(path, file.readline())
         end = file.tell() + sum(length for *_, length in places)
         if file.seek(0, os.SEEK_END) != end:

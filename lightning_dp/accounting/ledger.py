@@ -6,6 +6,7 @@ After it: the union of a sweep's ledgers, the other journals of a folder, and re
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import reprlib
 import zipfile
@@ -46,7 +47,7 @@ from lightning_dp.accounting.journal import (
     read_written,
 )
 
-_FIELDS = {"id", "journal", "runs"}  # of a state; none of them has a default
+_FIELDS = {"id", "journal", "runs", "order"}  # of a state; only the last has a default
 _READ = 8_000_000  # bytes of other journals that are read: less than half a second
 _MOST = 10_000_000  # lines
 
@@ -225,6 +226,7 @@ class Ledger:
             "id": self.id,
             "journal": None if self.journal_path is None else str(self.journal_path),
             "runs": self._charges.to_dict(),
+            **({} if self.order is None else {"order": self.order}),
         }
 
     def restore(self, state: dict[str, Any], directory: Path, ahead: int = 0) -> None:
@@ -250,7 +252,7 @@ class Ledger:
             self.journal_path, self.crashed = path, crashed_plan(written, runs, ahead)
             self._note_promises(written)
         self.merge(runs)
-        self.id = ledger_id
+        self.id, self.order = ledger_id, self.order or state.get("order")
         self._refuse_voided()
 
     def _note_promises(self, written: JournalContent) -> None:
@@ -315,6 +317,9 @@ def read_state(state: dict[str, Any]) -> tuple[str, Path | None, Charges]:
         raise _damaged(f"{error!r}") from None
     if not is_ledger_id(ledger_id):
         raise _damaged(f"its id {reprlib.repr(ledger_id)} is not one of 16 hexadecimal digits")
+    order = state.get("order")
+    if order is not None and not (isinstance(order, float) and 1 < order < math.inf):
+        raise _damaged(f"its Rényi order {reprlib.repr(order)} is not above 1")
     if journal is None:
         return ledger_id, None, runs
     is_path = isinstance(journal, str) and "\0" not in journal
@@ -590,7 +595,8 @@ def recover_journal(
     journal = Journal(path, ledger_id)
     if (report := record.get("report") or {}).get("claims_budget"):
         epsilon, delta = float(report["target_epsilon"]), float(report["delta"])
-        journal.note(BUDGET, epsilon, delta, report["relation"])
+        order = [] if state.get("order") is None else [state["order"]]
+        journal.note(BUDGET, epsilon, delta, report["relation"], *order)
     journal.extend(runs)
     journal.close()
     return path

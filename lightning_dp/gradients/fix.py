@@ -17,6 +17,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_dp._validate import flag, one_of, whole
+from lightning_dp.gradients.module_hooks import runs_forward_of
 
 __all__ = ["FixedNorm", "fix", "is_constant", "normalises_over_the_batch"]
 
@@ -416,7 +417,7 @@ def _why_not(layer: _Replaceable) -> str | None:
     """Return why Opacus has no such layer; None if it has one."""
     known: tuple[type[nn.Module], ...] = (*_RECURRENT, nn.MultiheadAttention)
     kind = next((each for each in known if isinstance(layer, each)), None)
-    if kind is None or type(layer).forward is not kind.forward:
+    if kind is None or not runs_forward_of(layer, kind):
         return "has its own forward pass"
     if getattr(layer, "proj_size", 0):
         return "has proj_size, which Opacus' layer has not"

@@ -6,7 +6,8 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
+from inspect import unwrap
 from types import FunctionType, MethodType
 from typing import Any, TypeAlias
 
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["CompiledParts", "ModuleHooks", "as_written"]
+__all__ = ["CompiledParts", "ModuleHooks", "as_written", "runs_forward_of"]
 
 Register: TypeAlias = Callable[[Callable[..., Any]], RemovableHandle]
 
@@ -227,3 +228,40 @@ def _methods(module: nn.Module) -> list[str]:
 
 def _compiled_in(owner: object) -> list[str]:
     return [name for name, value in vars(owner).items() if _is_function(value)]
+
+
+def runs_forward_of(layer: nn.Module, kind: Any) -> bool:
+    """Return whether a layer has a type's own methods, compiled or not, wherever forward comes to them.
+
+    Example:
+        >>> class Scaled(nn.Conv2d):
+        ...     def _conv_forward(self, *args):
+        ...         return 2 * super()._conv_forward(*args)
+        >>> runs_forward_of(nn.Conv2d(1, 1, 1), nn.Conv2d), runs_forward_of(Scaled(1, 1, 1), nn.Conv2d)
+        (True, False)
+    """
+    return all(
+        _as_written(getattr(layer, name)) is getattr(kind, name) for name in _methods_of(kind)
+    )
+
+
+def _as_written(method: Any) -> Any:
+    """Return the function of a method, of the type or of one layer alone, before it was compiled."""
+    if hasattr(method, "_torchdynamo_orig_callable"):
+        method = unwrap(method)
+    return getattr(method, "__func__", method)
+
+
+@cache
+def _methods_of(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Return the names of the methods of a type that its forward pass comes to."""
+    found = ["forward"]
+    for name in found:
+        code = getattr(getattr(kind, name), "__code__", None)
+        called = () if code is None else code.co_names
+        found += [
+            each
+            for each in dict.fromkeys(called)
+            if each not in found and isinstance(getattr(kind, each, None), FunctionType)
+        ]
+    return tuple(found)

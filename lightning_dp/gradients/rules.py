@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from inspect import unwrap
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from lightning_dp.gradients.bilinear import (
     Uses,
 )
 from lightning_dp.gradients.fix import FixedNorm
+from lightning_dp.gradients.module_hooks import runs_forward_of
 
 __all__ = [
     "BY_POSITION",
@@ -288,15 +288,9 @@ FUNCTIONS: Mapping[str, Callable[..., FunctionUse | None]] = {
 
 
 def rule_of(layer: nn.Module) -> Rule | None:
-    """Return the rule of the layer's type whose forward pass it runs, compiled or not; else None."""
-    forward: Any = layer.forward  # of its type, or of this layer alone
-    if hasattr(forward, "_torchdynamo_orig_callable"):  # compiled
-        forward = unwrap(forward)
-    forward = getattr(forward, "__func__", forward)
-    for kind in type(layer).__mro__:
-        if kind in RULES and forward is getattr(kind, "forward", None):
-            return RULES[kind]
-    return None
+    """Return the rule of the layer's type whose forward pass it runs; else None."""
+    kinds = (kind for kind in type(layer).__mro__ if kind in RULES)
+    return next((RULES[kind] for kind in kinds if runs_forward_of(layer, kind)), None)
 
 
 def own_parameters(layer: nn.Module) -> list[nn.Parameter]:

@@ -65,6 +65,7 @@ class DryRun:
     def __init__(self, like: Any, *, have_lengths: bool = True, in_units: bool = False) -> None:
         self._have_lengths, self._in_units = have_lengths, in_units
         self._like = like
+        self.has_gradients = True  # until no sample has one
 
     def samples(self, count: int, *, are_longer: bool = True) -> list[Any]:
         """Return synthetic samples.
@@ -154,6 +155,7 @@ class DryRun:
         is_constant = isolates and not bool((first.norms > _NOTHING).any())
         if is_constant and runner.has_plain_gradient(first.samples):
             raise UnsupportedModelError(_CONSTANT, topic="coupled-records")
+        self.has_gradients = not bool((first.norms <= _NOTHING).all())
         return first
 
     def _units(self, count: int, *, are_longer: bool = True) -> list[Any]:

@@ -74,6 +74,11 @@ _EDITED = (
     "does to a record cannot be compared with what it does to it among others. Do it in "
     "on_after_batch_transfer of the module or the data module."
 )
+_FLAT = (
+    "The loss of {} gives synthetic records no gradient: if it gives real ones none either, noise alone "
+    "is trained, and ε is spent on it. Look for terms that cancel, as in loss / loss.mean(). (Nothing "
+    "is wrong if it leaves out records like the synthetic ones.)"
+)
 _COUPLES = (
     "{} couples the records of a batch: {}. Clipping does not bound what a record does then, and ε "
     "would not hold.{} (Found on synthetic samples. If it is wrong, leave it out with "
@@ -107,6 +112,7 @@ class IsolationWatch:
         self.stops = PublicStops(trainer, run, self._twins)
         """Ends the fit where the user's code stops it, by a rule that reads no record."""
         self._is_first = True
+        self._is_compared = False  # gradients, once
         self._since: int | None = None  # the plan's step at which the fit began
         self._looks = 0
         self._due: Chunk | None = None
@@ -185,9 +191,9 @@ class IsolationWatch:
         )
         runner = self._runner(self._loader, *((0,) if takes_number else ()))
         norms = config.resolved_estimator().traits.clip_norms
-        settings = partial(self._settings, is_dry=True)
-        found = dry.run(runner, settings, max(norms, default=math.inf), self._twins)
+        found = dry.run(runner, self._settings, max(norms, default=math.inf), self._twins)
         found = self._world.broadcast(found)
+        self._is_compared = found.kind == "isolated"
         engine.settle()
         self._run.engine = engine.passes.description
         self._run.isolation = "compared on synthetic samples"
@@ -201,6 +207,8 @@ class IsolationWatch:
                 _COUPLES.format(type(self._module).__name__, found.reason, alone),
                 topic="coupled-records",
             )
+        if not dry.has_gradients and self._world.is_lead:
+            warn(_FLAT.format(type(self._module).__name__), topic="no-loss")
         if engine.passes.engine.one_record and engine.choice.reasons:
             cost, reason = dry.slowdown(runner), engine.choice.reasons[-1].text
             if self._world.is_lead:
@@ -266,7 +274,7 @@ class IsolationWatch:
         loader, look = self._loader, self._looks - 1
         names = self._schedule.samples(number, look, chunk.size)
         was_written = bool(self._changed or self._written_since())
-        if not self._needs_gradients:
+        if not self._compares_gradients:
             if not (self._keeps_something() or was_written):
                 return
             names = names[:_FEW]
@@ -436,7 +444,7 @@ class IsolationWatch:
         found = check.settle(anyone)
         self._count(found)
         if found.kind == "isolated":
-            self._was_isolated = True
+            self._was_isolated = self._is_compared = True
             self._cleared |= check.same_in_both
             self._changed -= check.same_in_both
         if found.kind == "coupled":
@@ -464,6 +472,11 @@ class IsolationWatch:
         return not (engine.isolates and (engine.one_record or self._is_plain))
 
     @property
+    def _compares_gradients(self) -> bool:
+        """Also, until one comparison has passed, those of records that run alone in one pass."""
+        return self._needs_gradients or not (self._is_compared or self._step.one_record)
+
+    @property
     def _collates_as_torch(self) -> bool:
         return self._loader.collate_of_user is default_collate and collates_as_torch()
 
@@ -489,13 +502,11 @@ class IsolationWatch:
         starts = any(map(_starts_batches, owners))
         return not self._made_by and not starts and not _reads_together(self._loader)
 
-    def _settings(
-        self, *, query: Query, whole: int, seed: int, fewer: bool = True, is_dry: bool = False
-    ) -> Settings:
+    def _settings(self, *, query: Query, whole: int, seed: int, fewer: bool = True) -> Settings:
         is_count_public = isinstance(self._run.config.sampling, FullBatch)
-        # The dry run looks at records that run alone, too, if they do so in one pass.
-        needs = self._needs_gradients or (is_dry and not self._step.one_record)
-        return Settings(query, whole, self._eps, seed, needs, is_count_public, fewer)
+        return Settings(
+            query, whole, self._eps, seed, self._compares_gradients, is_count_public, fewer
+        )
 
     @property
     def _eps(self) -> float:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_dp._refusals import RefusedSetting
 from lightning_dp._world import World
 from lightning_dp.accounting import Gaussian, PoissonGaussian, StreamingRDPAccountant, epsilon
 from lightning_dp.accounting.calibration import affordable_steps
@@ -169,6 +170,22 @@ def test_the_rdp_guard_keeps_its_order_in_later_runs_of_the_ledger(tmp_path):
     assert PrivateRun(second.config).ledger.order is None
     fresh = RDPGuard(BUDGET, DELTA, "add_remove", [], [(PoissonGaussian(1.0, 0.001), 10)])
     assert fresh.order > 1.2 * order  # another one would have been chosen
+
+
+def test_full_batches_of_noise_chosen_at_run_time_are_no_beginning_of_poisson_ones():
+    """The order of a guard that begins later would follow from what was released."""
+    config = PrivacyConfig(
+        target_epsilon=BUDGET, target_delta=DELTA, noise_multiplier=9.0, noise_schedule=ByNorm()
+    )
+    run = PrivateRun(config)
+    run.use_batches(BatchPlan(1000, 1.0, 1, 1))
+    run.start(2, World(), None)
+    run.mechanism.ask([torch.zeros(3)])
+    run.mechanism.tell([torch.zeros(3)])
+    run.stop()
+    run.use_batches(BatchPlan(1000, 0.1, 1, 10))
+    with pytest.raises(RefusedSetting, match=r"changed during the run.*full batches.*a new"):
+        run.start(10, World(), None)
 
 
 def test_no_noise_never_fits_gdp_counts_full_batches_alone_and_fixed_counts_steps():

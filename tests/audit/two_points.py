@@ -16,7 +16,7 @@ import torch
 from isolation_zoo.cases import Bad, Records, unchecked_fit
 from torch import Tensor
 
-__all__ = ["TwoPoints", "epsilon_bound", "two_points", "upper_rate"]
+__all__ = ["TwoPoints", "epsilon_bound", "shown", "two_points", "upper_rate"]
 
 DELTA = 1e-5
 RECORDS = 128
@@ -26,7 +26,7 @@ NOISE = 7.0  # on the sum, for each square root of a step: claims ε = 1.08 by r
 
 @dataclass(frozen=True)
 class TwoPoints:
-    """The outcome: ε as the package claims it, and a bound that holds with 95 % confidence."""
+    """The outcome: ε as the package claims it, and a bound that holds but for a chance of failure."""
 
     claimed: float
     bound: float
@@ -61,7 +61,17 @@ def epsilon_bound(
     return max(0.0, *(math.log(ratio) for ratio in ratios if ratio > 0), 0.0)
 
 
-def two_points(case: Bad, fits: int = 60) -> TwoPoints:
+def shown(case: Bad, fits: int = 60) -> TwoPoints:
+    """Return :func:`two_points`, once more with three times as many fits if it refutes nothing.
+
+    Half of the 5 % is for each try. Errors of one in ten, as ``Correlation`` has, are refuted at once in
+    nine of ten tests, and else by the second try.
+    """
+    found = two_points(case, fits, failure=0.025)
+    return found if found.bound > found.claimed else two_points(case, 3 * fits, failure=0.025)
+
+
+def two_points(case: Bad, fits: int = 60, failure: float = 0.05) -> TwoPoints:
     """Train ``fits`` times on each of two neighbouring data sets, and tell them apart by the weights."""
     noise = NOISE * math.sqrt(case.steps)
     without, with_odd = case.neighbours(RECORDS)
@@ -72,7 +82,7 @@ def two_points(case: Bad, fits: int = 60) -> TwoPoints:
     inside, _ = _weights(case, with_odd, noise, fits)
     alarms = int((outside @ direction > threshold).sum())
     misses = int((inside @ direction <= threshold).sum())
-    return TwoPoints(claimed, epsilon_bound(alarms, misses, fits, DELTA))
+    return TwoPoints(claimed, epsilon_bound(alarms, misses, fits, DELTA, failure))
 
 
 def _test(without: Tensor, with_odd: Tensor) -> tuple[Tensor, float]:

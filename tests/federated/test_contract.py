@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_dp.accounting import Gaussian, PLDAccountant
 from lightning_dp.accounting.events import VoidedRunError
+from lightning_dp.accounting.journal import JournalDiskError
 from lightning_dp.boundary import BoundedSum, Query
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.local import LocalRecords
@@ -126,6 +128,24 @@ def test_a_round_is_charged_before_a_record_is_touched(protocol, tmp_path):
         with pytest.raises(OSError, match="the disk is gone"):
             protocol.make(Failing(), tmp_path).answer(protocol.request())
     assert history(tmp_path) == charged
+
+
+def test_a_release_file_that_takes_nothing_is_named_and_nothing_is_charged(
+    protocol, tmp_path, monkeypatch
+):
+    client = protocol.make(LogCosh(), tmp_path)
+    client.answer(protocol.request(0))
+    before = history(tmp_path)
+
+    def fail(*_):
+        raise PermissionError("read-only")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", fail)
+        with pytest.raises(JournalDiskError, match=r"release file .* cannot be written: read-only"):
+            client.answer(protocol.request(1))
+    assert history(tmp_path) == before
+    assert client.answer(protocol.request(1))
 
 
 def test_asked_again_the_same_bytes_come_also_from_a_new_process(protocol, tmp_path):

@@ -224,6 +224,11 @@ class Own(nn.BatchNorm1d):
         return super().forward(x) + 1
 
 
+class OwnState(nn.LSTM):
+    def permute_hidden(self, state: Any, order: Tensor | None) -> Any:
+        return tuple(torch.tanh(each) for each in state)
+
+
 def hooked() -> nn.Module:
     norm = nn.BatchNorm1d(4)
     norm.register_forward_hook(lambda *_: None)
@@ -232,6 +237,7 @@ def hooked() -> nn.Module:
 
 LEFT = {
     "own forward": (lambda: Own(4), "Own.*its own forward pass"),
+    "own method": (lambda: OwnState(3, 4), "OwnState.*its own forward pass"),
     "hooks": (hooked, "has hooks.*Remove them first"),
     "parametrized": (
         lambda: parametrizations.weight_norm(nn.LSTM(3, 4), "weight_hh_l0"),

@@ -66,6 +66,33 @@ def test_options_that_change_what_a_layer_is_are_refused(layer, message, oracle)
         LayerCalls(module, oracle.trained(module))
 
 
+class Standardised(nn.Conv2d):
+    def _conv_forward(self, inputs, weight, bias):
+        return super()._conv_forward(inputs, weight - weight.mean((1, 2, 3), keepdim=True), bias)
+
+
+class Louder(nn.InstanceNorm2d):
+    def _apply_instance_norm(self, inputs):
+        return 2 * super()._apply_instance_norm(inputs)
+
+
+def quieter() -> nn.Module:
+    layer = nn.Conv1d(3, 3, 3)
+    whole = layer._conv_forward
+    layer._conv_forward = lambda *args: whole(*args) / 2
+    return layer
+
+
+@pytest.mark.parametrize("kind", [LayerCalls, GhostClipping])
+@pytest.mark.parametrize(
+    "make", [lambda: Standardised(3, 3, 3), lambda: Louder(3, affine=True), quieter]
+)
+def test_a_method_of_ones_own_that_a_forward_pass_comes_to_has_no_rule(make, kind, oracle):
+    module = nn.Sequential(nn.Conv2d(3, 3, 3), make())
+    with pytest.raises(UnsupportedModelError, match=r"1 \(\w+\): no rule is known"):
+        kind(module, oracle.trained(module))
+
+
 def test_a_forward_pass_of_one_layer_alone_has_no_rule(oracle):
     module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
     module[1].forward = torch.compile(module[1].forward, backend="eager")

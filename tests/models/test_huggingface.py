@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_dp import DifferentialPrivacy, losses_of_records
+from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients import EngineChoice, RecordPasses
 
@@ -266,6 +267,24 @@ def test_checkpoints_of_activations_and_adapters_in_half_precision(fit):
     net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     fit(OfRecords(net, shift=True), "causal", precision="bf16-mixed")
+
+
+def test_what_save_pretrained_writes_are_the_released_weights_and_known_again(fit, tmp_path):
+    net = gpt2()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    fit(OfRecords(net, shift=True), "causal")
+    net.save_pretrained(tmp_path / "saved")
+
+    again = GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
+    assert again.lm_head.weight is again.transformer.wte.weight  # tied, and stored once
+    found, released = again.state_dict(), net.state_dict()
+    assert found.keys() == released.keys()
+    for name, value in found.items():
+        assert torch.equal(value, released[name]) and not torch.equal(value, before[name])
+    files = {path.name for path in (tmp_path / "saved").iterdir()}
+    assert files == {"config.json", "generation_config.json", "model.safetensors"}
+    with pytest.warns(PrivacyWarning, match="was trained before under another privacy ledger"):
+        fit(OfRecords(again, shift=True), "causal", steps=1)
 
 
 def test_padding_on_the_left_is_refused(tokenizer, fit):

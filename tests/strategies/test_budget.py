@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,13 +14,22 @@ from dp_accounting.pld.pld_privacy_accountant import PLDAccountant as PLDReferen
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from lightning_dp import Diff2, FullBatch, PrivacyConfig
+from lightning_dp import (
+    AbstractSampling,
+    Diff2,
+    FixedOrder,
+    FullBatch,
+    LambdaCGD,
+    Poisson,
+    PrivacyConfig,
+)
 from lightning_dp._refusals import PrivacyWarning
 from lightning_dp._world import World
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian
+from lightning_dp.accounting.events import CyclicRound
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import BatchPlan
-from lightning_dp.schedules import Exponential
+from lightning_dp.schedules import Constant, Exponential
 from tests.zoo import private
 
 DELTA = 1e-5
@@ -244,8 +254,8 @@ class Ending:
         self.folder = folder
         self.config = PrivacyConfig(target_delta=DELTA, **{"noise_multiplier": 1.0, **arguments})
 
-    def fit(self, run, planned, made, steps_before=0):
-        run.use_batches(BatchPlan(1000, 0.1, 1, 10))
+    def fit(self, run, planned, made, steps_before=0, rate=0.1):
+        run.use_batches(BatchPlan(1000, rate, 1, 10))
         run.start(planned, World(), self.folder, steps_before)
         for _ in range(made):
             run.mechanism.ask([torch.zeros(3)])
@@ -284,6 +294,67 @@ def test_fewer_steps_than_were_planned_are_a_stop(tmp_path):
     assert shorter.epsilon_of_plan == pytest.approx(of(220), rel=1e-6)
     state.pop("last_step")  # an earlier version did not write it down
     assert ending.fit(ending.resumed(state), 10, 10).epsilon_of_plan == of(70)
+
+
+def test_smaller_batches_do_not_take_back_the_plan_of_larger_ones(tmp_path):
+    ending = Ending(tmp_path)
+    run = ending.fit(PrivateRun(ending.config), 200, 30)
+    ending.fit(run, 170, 10, steps_before=30, rate=0.05)
+    both = [PoissonGaussian(1.0, 0.1)] * 200 + [PoissonGaussian(1.0, 0.05)] * 170
+    assert run.epsilon_of_plan == pytest.approx(epsilon(both), rel=1e-6)
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_new_block_of_cheaper_passes_does_not_take_back_the_plan(is_resumed, tmp_path):
+    ending = Ending(
+        tmp_path,
+        sampling=FixedOrder(),
+        noise=LambdaCGD(0.95),
+        relation="zero_out",
+        noise_multiplier=9.0,
+    )
+    run = ending.fit(PrivateRun(ending.config), 50, 10)
+    planned, state = run.epsilon_of_plan, run.state_dict()
+    state["report"] = {"epsilon_of_plan": planned}  # as the strategy does
+    run = ending.resumed(state) if is_resumed else run
+    ending.fit(run, 40, 40, steps_before=10)
+    assert run.epsilon_of_plan == planned > run.epsilon
+
+
+@dataclass(frozen=True)
+class HalfTheNoise(AbstractSampling):
+    """Names an event that costs more than (z, q) does."""
+
+    def draw(self, shard_size, sample_rate, rng):
+        return Poisson().draw(shard_size, sample_rate, rng)
+
+    def event(self, noise_multiplier, sample_rate):
+        return PoissonGaussian(noise_multiplier / 2, sample_rate)
+
+
+@pytest.mark.parametrize("schedule", [Constant(), Exponential(0.01)])
+def test_own_events_are_planned_as_they_are_charged(schedule, tmp_path):
+    ending = Ending(
+        tmp_path,
+        sampling=HalfTheNoise(),
+        noise_schedule=schedule,
+        noise_multiplier=None,
+        target_epsilon=2.0,
+    )
+    run = ending.fit(PrivateRun(ending.config), 50, 20)
+    assert run.remaining_steps == 30 and 1.99 < run.epsilon_of_plan <= 2.0
+    assert run.epsilon_beside([]) == pytest.approx(run.epsilon_of_plan, rel=1e-6)
+
+
+class EightInOne(HalfTheNoise):
+    def event(self, noise_multiplier, sample_rate):
+        return CyclicRound(noise_multiplier, sample_rate, steps=8)
+
+
+def test_each_step_outside_of_a_block_is_charged_whatever_its_event_covers(tmp_path):
+    ending = Ending(tmp_path, sampling=EightInOne())
+    run = ending.fit(PrivateRun(ending.config), 16, 16)
+    assert run.ledger.history() == [(CyclicRound(1.0, 0.1, 8), 16)]
 
 
 def test_a_plan_that_the_budget_ends_is_whole(tmp_path):

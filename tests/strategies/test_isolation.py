@@ -226,6 +226,27 @@ def test_the_dry_run_compares_records_that_run_alone_in_one_pass(fit):
         fit(OwnOperator(), privacy={"engine": "records", "checks": Checks()})
 
 
+def test_without_a_dry_run_a_step_compares_records_that_run_alone(fit):
+    without = {"engine": "records", "checks": Checks(dry_run=False)}
+    with pytest.raises(VoidedRunError, match="OwnOperator: when some records of a batch"):
+        fit(OwnOperator(), privacy=without)
+    fit(Base(), privacy=without)
+
+
+class Cancelled(Base):
+    def loss(self, x, y):
+        losses = F.cross_entropy(self.net(x), y, reduction="none")
+        return (losses - losses.mean()).mean()
+
+
+@pytest.mark.parametrize("engine", ["layers", "ghost", "hooks", "records", "one_by_one"])
+def test_a_loss_that_gives_no_record_a_gradient_warns(engine, fit):
+    with pytest.warns(
+        PrivacyWarning, match=r"The loss of Cancelled gives .* no gradient.*noise alone"
+    ):
+        fit(Cancelled(), steps=1, privacy={"engine": engine, "checks": Checks()})
+
+
 def test_records_one_after_the_other_are_announced_with_their_cost(fit):
     message = r"^Each record runs alone, .* other \(4 synthetic ones took ([\d.]+) times as long as"
     with pytest.warns(PrivacyWarning, match=message) as caught:

@@ -278,10 +278,16 @@ def test_a_recovered_journal_promises_the_whole_budget_of_noise_chosen_at_run_ti
     run = steps.make(steps.begin(), SAVED)
     state = {**run.state_dict(), "report": in_checkpoint(report_of_run(run))}
     torch.save({"lightning_dp": state}, tmp_path / "a.ckpt")
-    promised = read_written(run.ledger.journal_path).budget
+    promised = read_written(run.ledger.journal_path)
     lose(run)
     path = recover_journal(tmp_path / "a.ckpt", tmp_path / "new", 9, Gaussian(1.0))
-    assert read_written(path).budget == promised is not None
+    found = read_written(path)
+    assert found.budget == promised.budget is not None
+    assert found.order == promised.order is not None
+    state["ledger"]["order"] = 0.5
+    torch.save({"lightning_dp": state}, tmp_path / "a.ckpt")
+    with pytest.raises(JournalError, match=r"order 0\.5 is not above 1"):
+        recover_journal(tmp_path / "a.ckpt", tmp_path / "newer", 9, Gaussian(1.0))
 
 
 def test_a_checkpoint_of_an_older_version_needs_a_bound_from_its_user(tmp_path):
