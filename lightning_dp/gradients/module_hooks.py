@@ -254,14 +254,10 @@ def _as_written(method: Any) -> Any:
 
 @cache
 def _methods_of(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Return the names of the methods of a type that its forward pass comes to."""
-    found = ["forward"]
-    for name in found:
-        code = getattr(getattr(kind, name), "__code__", None)
-        called = () if code is None else code.co_names
-        found += [
-            each
-            for each in dict.fromkeys(called)
-            if each not in found and isinstance(getattr(kind, each, None), FunctionType)
-        ]
-    return tuple(found)
+    """Return the names of a type's methods that its forward pass may come to.
+
+    Those that every module has are called by others, and those that reset parameters before training.
+    """
+    bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    names = {name for base in bases for name, value in vars(base).items() if callable(value)}
+    return ("forward", *(name for name in names - vars(nn.Module).keys() if "reset" not in name))
