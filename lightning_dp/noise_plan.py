@@ -105,13 +105,14 @@ class NoisePlan:
     @property
     def is_constant(self) -> bool:
         """True if every charge makes the same event."""
-        is_alike = not isinstance(self.sampling, AbstractBlockSampling)
-        if (
-            not is_alike
-        ):  # charges of others may cost more the later they are, subclasses among them
-            is_alike = type(self.sampling) in (CyclicPoisson, RandomAllocation) or (
-                type(self.sampling) is FixedOrder and type(self.noise) is IndependentNoise
-            )
+        sampling = type(
+            self.sampling
+        )  # of others, subclasses among them, later charges may cost more
+        is_alike = (
+            not issubclass(sampling, AbstractBlockSampling)
+            or sampling in (CyclicPoisson, RandomAllocation)
+            or (sampling is FixedOrder and type(self.noise) is IndependentNoise)
+        )
         return self.shape.is_constant and self.traits.period == 1 and is_alike
 
     @property
