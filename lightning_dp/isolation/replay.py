@@ -514,7 +514,7 @@ class ByHand:
             "optimizers": lambda use_pl_optimizer=True: shown,
             "lr_schedulers": lambda: [still] * count if count > 1 else still,
             "manual_backward": self._note,
-            "clip_gradients": ignore,
+            "clip_gradients": self._clip,
         }
         if len(self._stills) == 1:
             replaced |= {"toggle_optimizer": ignore, "untoggle_optimizer": ignore}
@@ -543,6 +543,17 @@ class ByHand:
         elif loss.requires_grad:
             waits = self._released is None and self._waiting.reaches_private(loss)
             self._waiting.add(loss, waits=waits)
+
+    def _clip(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip what a public optimizer steps by; the private one has no gradients here."""
+        if self._waiting is not None and optimizer is not self._stills[self._private]:
+            clip: Any = type(self._module).clip_gradients
+            clip(self._module, optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     @property
     def loss(self) -> Tensor | None:

@@ -444,6 +444,19 @@ def test_learning_rates_of_optimizer_step_follow_no_record(fit):
     assert (run.steps, dict(run.not_compared)) == (3, {})
 
 
+class SetsTheRate(InHook):
+    """Sets the learning rate by what an earlier step has left."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        for group in self.optimizers().param_groups:
+            group["lr"] = 0.1 / (1 + float(self.latest))
+
+
+def test_learning_rates_follow_no_record_of_earlier_steps(fit):
+    with pytest.raises(VoidedRunError, match=r"settings of .* depend on self\.latest"):
+        fit(SetsTheRate(), 3, {"engine": "layers"})
+
+
 @pytest.mark.parametrize("engine", ["layers", "records"])
 def test_weights_that_a_callback_writes_are_never_cleared(fit, tmp_path, engine):
     save = L.pytorch.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=6)
