@@ -366,6 +366,14 @@ def test_what_the_latest_batch_left_is_in_no_checkpoint(fit, tmp_path, kind, eng
     assert not (tmp_path / "last.ckpt").exists()
 
 
+@pytest.mark.parametrize("at", ["start", "epoch_start", "epoch_end", "end"])
+def test_hooks_of_validation_set_nothing_by_what_the_latest_batch_left(fit, at):
+    rows = TensorDataset(torch.zeros(2, 6), torch.zeros(2, dtype=torch.int64))
+    kind = acting(f"on_validation_{at}", "follows", val_dataloader=lambda self: DataLoader(rows))
+    with pytest.raises(VoidedRunError, match=rf"on_validation_{at}\(\) sets lr .* by self.latest"):
+        fit(kind(), 9, num_sanity_val_steps=0, val_check_interval=1)
+
+
 class InBackward(WithBuffer):
     """Keeps what a hook of the backward pass sees of the records."""
 
