@@ -23,6 +23,7 @@ from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.batches import Singles, is_differentiable, loss_in
 from lightning_dp.gradients.graph import WaitingLosses
 from lightning_dp.gradients.parameter_sum import BookkeptGradients
+from lightning_dp.gradients.side_effects import NotedCalls
 from lightning_dp.gradients.snapshot import RandomState, Snapshot, ignore, restored, with_attributes
 from lightning_dp.isolation.comparison import (
     Call,
@@ -177,6 +178,7 @@ class Runner:
         params: the trained parameters.
         pipeline: the user's code around it.
         device: where the model runs.
+        count: does once what records that ran alone, but together, have logged and counted.
     """
 
     def __init__(
@@ -186,9 +188,10 @@ class Runner:
         params: Sequence[nn.Parameter],
         pipeline: Pipeline,
         device: torch.device,
+        count: Callable[[], None] = ignore,
     ) -> None:
         self.module, self.passes, self.params = module, passes, params
-        self.pipeline, self.device = pipeline, device
+        self.pipeline, self.device, self._count = pipeline, device, count
         self.has_drawn = False
         """The latest run drew random numbers."""
         self.without_dropout = False
@@ -275,15 +278,21 @@ class Runner:
     ) -> None:
         """Fill in the gradients of a run, and what it leaves."""
         outputs: list[Any] = []
+        noted, met = NotedCalls(self.module), dict[int, Any]()  # of records one after the other
 
         def forward(batch: Any) -> Any:
             run.drawn = None
-            output = self._forward(batch, run, outputs, start)
+            noting: AbstractContextManager[None] = nullcontext()
+            if self.passes.engine.one_record and id(batch) not in met:
+                noting, met[id(batch)] = noted.noting(torch.tensor([len(met)])), batch
+            with noting:
+                output = self._forward(batch, run, outputs, start)
             run.drawn = run.drawn or RandomState(self.device)
             return output
 
         def see(output: Any) -> None:
             outputs[:] = outputs or [output]
+            self._count()
             run.end = self.snapshot()  # hooks of the backward pass may have written, too
 
         owners = owners_in(run.samples)
@@ -296,6 +305,7 @@ class Runner:
         finally:
             self.passes.drop()
         if run.end and self.passes.engine.one_record:  # after each of which all is as before
+            noted.do()
             run.drawn, run.end = start, self.snapshot()
         run.note_draws(start)
         self.has_drawn = run.has_drawn

@@ -523,6 +523,7 @@ class IsolationWatch:
                 self._made_by,
             ),
             self._trainer.strategy.root_device,
+            step.engine.effects.count,
         )
 
     def _collate_and_transfer(

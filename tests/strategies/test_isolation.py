@@ -15,6 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dp import (
@@ -364,6 +365,31 @@ def test_what_the_latest_batch_left_is_in_no_checkpoint(fit, tmp_path, kind, eng
         fit(kind(), privacy={"engine": engine}, **arguments)
         fit.trainer.save_checkpoint(tmp_path / "last.ckpt")
     assert not (tmp_path / "last.ckpt").exists()
+
+
+class ScalesByMetric(Base):
+    """Weighs the losses of an epoch by their mean in the last one."""
+
+    scale = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def loss(self, x, y):
+        loss = super().loss(x, y)
+        self.mean.update(loss.detach())
+        return loss * self.scale
+
+    def on_train_epoch_end(self):
+        self.scale = float(self.mean.compute())
+        self.mean.reset()
+
+
+@pytest.mark.parametrize("engine", ["layers", "records", "one_by_one"])
+def test_what_metrics_count_of_records_weighs_none(fit, engine):
+    with pytest.raises(VoidedRunError, match=r"depend on self\.scale"):
+        fit(ScalesByMetric(), 9, {"engine": engine}, limit_train_batches=2)
 
 
 @pytest.mark.parametrize("at", ["start", "epoch_start", "epoch_end", "end"])
