@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -199,6 +199,10 @@ class Runner:
         self.hooks: tuple[str, ...] = HOOKS_OF_STEP
         """The hooks of the module that follow ``training_step``, in their order."""
 
+    @cached_property
+    def _noted(self) -> NotedCalls:
+        return NotedCalls(self.module)
+
     def run(
         self,
         samples: Sequence[Any],
@@ -278,13 +282,15 @@ class Runner:
     ) -> None:
         """Fill in the gradients of a run, and what it leaves."""
         outputs: list[Any] = []
-        noted, met = NotedCalls(self.module), dict[int, Any]()  # of records one after the other
+        met: dict[int, Any] = {}  # batches of records that run one after the other
 
         def forward(batch: Any) -> Any:
             run.drawn = None
             noting: AbstractContextManager[None] = nullcontext()
             if self.passes.engine.one_record and id(batch) not in met:
-                noting, met[id(batch)] = noted.noting(torch.tensor([len(met)])), batch
+                if not met:  # what a run that raised has left
+                    self._noted.forget()
+                noting, met[id(batch)] = self._noted.noting(torch.tensor([len(met)])), batch
             with noting:
                 output = self._forward(batch, run, outputs, start)
             run.drawn = run.drawn or RandomState(self.device)
@@ -292,7 +298,8 @@ class Runner:
 
         def see(output: Any) -> None:
             outputs[:] = outputs or [output]
-            self._count()
+            if self.passes.engine.runs_parts:
+                self._count()
             run.end = self.snapshot()  # hooks of the backward pass may have written, too
 
         owners = owners_in(run.samples)
@@ -305,7 +312,7 @@ class Runner:
         finally:
             self.passes.drop()
         if run.end and self.passes.engine.one_record:  # after each of which all is as before
-            noted.do()
+            self._noted.do()
             run.drawn, run.end = start, self.snapshot()
         run.note_draws(start)
         self.has_drawn = run.has_drawn
