@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_dp._validate import probability, whole
@@ -22,8 +22,9 @@ class PrivacyBudget(Metric):
 
     For your own training loops, and for plots; inside a Trainer the callback keeps the books.
 
-    - ``update(noise_multiplier, sample_rate, steps)`` adds steps; it never forgets any until
-      ``reset``, and its state is in ``state_dict``.
+    - ``update(noise_multiplier, sample_rate, steps)`` adds steps, and a call does so and returns ε. None
+      is ever forgotten, since Lightning calls ``reset`` after each epoch on metrics that are logged:
+      another budget is another object. The state is in ``state_dict``.
     - ``compute()`` is ε at ``target_delta``, from the accountant, under ``relation``.
     - In a distributed job every process counts the same steps, so nothing is reduced.
 
@@ -80,6 +81,27 @@ class PrivacyBudget(Metric):
             ("counts", steps),
         ):
             setattr(self, name, torch.cat([getattr(self, name), self.counts.new_tensor([value])]))
+
+    def forward(self, noise_multiplier: float, sample_rate: float = 1.0, steps: int = 1) -> Tensor:
+        """Add steps as :meth:`update`, and return ε of all."""
+        self.update(noise_multiplier, sample_rate, steps)
+        epsilon = self.compute()
+        self._forward_cache: Any = epsilon  # which Lightning logs at a step
+        return epsilon
+
+    def reset(self) -> None:
+        """Keep all steps: what was spent cannot be taken back."""
+
+    def _apply(
+        self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = ""
+    ) -> nn.Module:
+        """Go to another device, but not to another type, in which noise and counts would be rounded."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            found = fn(tensor)
+            return found if found.dtype == tensor.dtype else tensor.to(found.device)
+
+        return super()._apply(moved, exclude_state)
 
     def compute(self) -> Tensor:
         """Return ε, a float64 scalar."""

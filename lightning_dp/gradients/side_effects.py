@@ -282,6 +282,10 @@ class SideEffects:
         finally:
             self._forget()
 
+    def count(self) -> None:
+        """Do it now, inside of a further pass, whose end is looked at before it is undone."""
+        self._noted.do()
+
     def _forget(self) -> None:
         self._noted.forget()
         self._before = self._of_first = None

@@ -207,6 +207,7 @@ _CODE = frozenset(
     {types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType}
 )
 _PLAIN = _ATOMS | _CODE
+_VALUES = (*_ATOMS, enum.Enum, np.generic, frozenset)  # of the user's classes, too
 _INNER: dict[Hashable, Kind] = {
     "_buffers": "buffer",
     "_modules": "attribute",
@@ -825,15 +826,33 @@ def _is_plain(value: Any) -> bool:
 
 def _is_same(a: Any, b: Any, is_part: bool) -> bool:
     """Compare two values; of those that are compared as parts, only the type."""
-    if a is b or type(a) in _CODE:
-        return True
-    if type(a) is not type(b):
-        return False
+    if a is b or type(a) is not type(b):
+        return a is b
+    if type(a) in _CODE:
+        return _is_same_code(a, b)
     if type(a) is tuple and _is_plain(a) and _is_plain(b):
         return len(a) == len(b) and all(_is_same(*pair, False) for pair in zip(a, b, strict=True))
-    if type(a) in _ATOMS or isinstance(a, enum.Enum | np.generic):
+    if isinstance(a, _VALUES):
         return bool(a == b or (a != a and b != b))
     return is_part or _is_alike(a, b)
+
+
+def _is_same_code(a: Any, b: Any) -> bool:
+    """Compare functions by the values that they hold, and methods by their objects."""
+    with suppress(ValueError):  # of a cell that is empty
+        mine, its = _held_by(a), _held_by(b)
+        pairs = zip(mine, its, strict=False)
+        alike = all(x is y or type(x) in _CODE or _is_alike(x, y) for x, y in pairs)
+        return alike and len(mine) == len(its)
+    return True
+
+
+def _held_by(code: Any) -> list[Any]:
+    if not isinstance(code, types.FunctionType):
+        return [code.__name__, getattr(code, "__self__", None)]
+    values = (code.__kwdefaults__ or {}).values()
+    cells = [each.cell_contents for each in code.__closure__ or ()]
+    return [id(code.__code__), *cells, *values, *(code.__defaults__ or ())]
 
 
 def _is_alike(a: Any, b: Any) -> bool:

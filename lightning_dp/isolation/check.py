@@ -384,13 +384,21 @@ class Check:
             for sign in (1.0, -1.0):  # far from both: what one batch did may be small, and gone
                 with suppress(Exception):  # of the user's, on values that no run had
                     pairs.append((together, self._in_world(twins.far(sign))))
-            if not all(self._distance(*pair, kept) <= self._limit(kept) for pair in pairs):
+            if any(self._trains_otherwise(*pair, kept) for pair in pairs):
                 self._fault = twins.fault().removesuffix(".")
             if together.end is not None and twin.end is not None:
                 twins.after_twin(together.end, twin.end)
         ends = [run.end for run in found.runs if run.end is not None]
         if len(ends) == 2 and not any(each.startswith("buffer") for each in found.seen):
             twins.after_pair(ends[0], ends[1], found.alone_end)
+
+    def _trains_otherwise(self, a: Run, b: Run, kept: int) -> bool:
+        """Return True if two runs of the same samples differ in what optimizers step by."""
+        if not self._distance(a, b, kept) <= self._limit(kept) or _steps_differ(a, b):
+            return True
+        moved = a.end.differences(b.end) if a.end is not None and b.end is not None else ()
+        is_set = any(each.kind == "setting" for each in moved)
+        return is_set or not is_same_content(a.settings, b.settings)
 
     def _in_world(self, world: AbstractContextManager[object]) -> Run:
         with world:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from lightning_dp.gradients.base import AbstractPerSampleGradients
 from lightning_dp.gradients.batches import Singles, is_differentiable, loss_in
 from lightning_dp.gradients.graph import WaitingLosses
 from lightning_dp.gradients.parameter_sum import BookkeptGradients
+from lightning_dp.gradients.side_effects import NotedCalls
 from lightning_dp.gradients.snapshot import RandomState, Snapshot, ignore, restored, with_attributes
 from lightning_dp.isolation.comparison import (
     Call,
@@ -177,6 +178,7 @@ class Runner:
         params: the trained parameters.
         pipeline: the user's code around it.
         device: where the model runs.
+        count: does once what records that ran alone, but together, have logged and counted.
     """
 
     def __init__(
@@ -186,15 +188,20 @@ class Runner:
         params: Sequence[nn.Parameter],
         pipeline: Pipeline,
         device: torch.device,
+        count: Callable[[], None] = ignore,
     ) -> None:
         self.module, self.passes, self.params = module, passes, params
-        self.pipeline, self.device = pipeline, device
+        self.pipeline, self.device, self._count = pipeline, device, count
         self.has_drawn = False
         """The latest run drew random numbers."""
         self.without_dropout = False
         """Let no layer of torch drop anything, so that runs of fewer samples can be compared, too."""
         self.hooks: tuple[str, ...] = HOOKS_OF_STEP
         """The hooks of the module that follow ``training_step``, in their order."""
+
+    @cached_property
+    def _noted(self) -> NotedCalls:
+        return NotedCalls(self.module)
 
     def run(
         self,
@@ -275,15 +282,24 @@ class Runner:
     ) -> None:
         """Fill in the gradients of a run, and what it leaves."""
         outputs: list[Any] = []
+        met: dict[int, Any] = {}  # batches of records that run one after the other
 
         def forward(batch: Any) -> Any:
             run.drawn = None
-            output = self._forward(batch, run, outputs, start)
+            noting: AbstractContextManager[None] = nullcontext()
+            if self.passes.engine.one_record and id(batch) not in met:
+                if not met:  # what a run that raised has left
+                    self._noted.forget()
+                noting, met[id(batch)] = self._noted.noting(torch.tensor([len(met)])), batch
+            with noting:
+                output = self._forward(batch, run, outputs, start)
             run.drawn = run.drawn or RandomState(self.device)
             return output
 
         def see(output: Any) -> None:
             outputs[:] = outputs or [output]
+            if self.passes.engine.runs_parts:
+                self._count()
             run.end = self.snapshot()  # hooks of the backward pass may have written, too
 
         owners = owners_in(run.samples)
@@ -296,6 +312,7 @@ class Runner:
         finally:
             self.passes.drop()
         if run.end and self.passes.engine.one_record:  # after each of which all is as before
+            self._noted.do()
             run.drawn, run.end = start, self.snapshot()
         run.note_draws(start)
         self.has_drawn = run.has_drawn
@@ -514,7 +531,7 @@ class ByHand:
             "optimizers": lambda use_pl_optimizer=True: shown,
             "lr_schedulers": lambda: [still] * count if count > 1 else still,
             "manual_backward": self._note,
-            "clip_gradients": ignore,
+            "clip_gradients": self._clip,
         }
         if len(self._stills) == 1:
             replaced |= {"toggle_optimizer": ignore, "untoggle_optimizer": ignore}
@@ -543,6 +560,17 @@ class ByHand:
         elif loss.requires_grad:
             waits = self._released is None and self._waiting.reaches_private(loss)
             self._waiting.add(loss, waits=waits)
+
+    def _clip(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip what a public optimizer steps by; the private one has no gradients here."""
+        if self._waiting is not None and optimizer is not self._stills[self._private]:
+            clip: Any = type(self._module).clip_gradients
+            clip(self._module, optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     @property
     def loss(self) -> Tensor | None:

@@ -27,8 +27,9 @@ _NAMED = 5  # attributes in a message
 _KEPT = ("buffer", "parameter")  # in every checkpoint
 
 _READ = (
-    "Gradients depend on {}, which follows the records of earlier steps, so clipping does not bound "
-    "what a record does. Keep there only what depends on no record; log the rest with self.log."
+    "Gradients, or settings of an optimizer, depend on {}, which follows the records of earlier steps, "
+    "so clipping does not bound what a record does. Keep there only what depends on no record; log the "
+    "rest with self.log."
 )
 _SET = (
     "{}() sets {} of an optimizer by {}, which follows the records of earlier steps, without noise. "

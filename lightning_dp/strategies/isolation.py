@@ -61,6 +61,7 @@ _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batc
 _FAULT = "{}: {}."
 _LARGE = 64 << 20  # bytes of buffers
 _BETWEEN = (*HOOKS_OF_STEP, "on_train_epoch_end", "on_train_epoch_start")
+_OF_VALIDATION = [f"on_validation_{at}" for at in ("start", "epoch_start", "epoch_end", "end")]
 _FEW = 4  # samples, where no gradients are compared
 _UNEXPLAINED = (
     "The buffers or weights {} were written to, and no comparison of batches has shown that what "
@@ -135,7 +136,7 @@ class IsolationWatch:
                 on_train_batch_start=self.before_callbacks,
                 on_train_batch_end=partial(self.before_hook, "on_train_batch_end"),
                 on_train_epoch_end=self.at_epoch_end,
-                on_validation_epoch_end=partial(self.before_hook, "on_validation_epoch_end"),
+                **{name: partial(self.before_hook, name) for name in _OF_VALIDATION},
             ),
             _Calls(on_train_batch_start=self.after_callbacks),
         )
@@ -393,7 +394,7 @@ class IsolationWatch:
 
     def before_hook(self, name: str, *args: Any) -> None:
         """Run a hook of the module as it would run after other records; then Lightning runs it."""
-        is_of_epoch = "epoch" in name
+        is_of_epoch = "epoch" in name or name in _OF_VALIDATION
         has_any = self._twins.has_ever if is_of_epoch else self._twins.has_twins
         if has_any and is_overridden(name, self._module):
             hook = getattr(self._module, name)
@@ -533,6 +534,7 @@ class IsolationWatch:
                 self._made_by,
             ),
             self._trainer.strategy.root_device,
+            step.engine.effects.count,
         )
 
     def _collate_and_transfer(

@@ -389,7 +389,8 @@ class DifferentialPrivacyStrategy(Strategy):
         """Find again what the budget affords of the plan, after a charge that was spent on nothing."""
         warn(
             "A batch was charged and never released: optimizer.step() was not called for it. "
-            "Call it once per batch; accumulate with Trainer(accumulate_grad_batches=...).",
+            "Call it once per batch; accumulate in automatic optimization, with "
+            "Trainer(accumulate_grad_batches=...).",
             topic="batches-and-steps",
         )
         if self.private_run.replan(self._world()):

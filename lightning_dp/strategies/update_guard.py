@@ -59,9 +59,9 @@ _EDITED = (
 _SKIPPED = (
     "optimizer.step() was called for some batches and not for others. Which ones can come from the "
     "records (a loss that spikes, a gradient that is not finite), and a step that is left out has no "
-    "noise, so ε would not hold. Call it once for every batch; accumulate with "
-    "Trainer(accumulate_grad_batches=...). If numbers of steps alone decide, it is to be declared, and "
-    "is then printed in the report: "
+    "noise, so ε would not hold. Call it once for every batch, and take larger batches instead of "
+    "accumulating by hand, or automatic optimization and Trainer(accumulate_grad_batches=...). If "
+    "numbers of steps alone decide, it is to be declared, and is then printed in the report: "
     "DifferentialPrivacy(checks=Checks(gradient_edits='what is left out'))."
 )
 _FROZEN = (

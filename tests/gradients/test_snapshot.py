@@ -61,6 +61,15 @@ class Reservoir(list):
     seen = 0
 
 
+class Weight(float):
+    """A number of a class of one's own."""
+
+
+def times(factor):
+    """Return a function that holds a number."""
+    return lambda x: factor * x
+
+
 class Model(LightningModule):
     def __init__(self):
         super().__init__()
@@ -79,6 +88,7 @@ class Model(LightningModule):
         self.prior, self.labels = Normal(0.0, 1.0), frozenset("a")
         self.share, self.adjacency = Fraction(1, 2), torch.eye(2).to_sparse()
         self.many, self.scaled = [0.0] * 30_000, partial(max, 1.0)
+        self.weight, self.loss, self.draw = Weight(1.0), times(1.0), [1.0].count
         self.generator, self.numpy = torch.Generator(), np.random.default_rng(0)
         self.legacy, self.python = np.random.RandomState(0), random.Random(0)
         self.teachers = [nn.Sequential(nn.Linear(2, 2))]
@@ -127,6 +137,10 @@ CHANGES = {
         lambda m: setattr(m, "adjacency", torch.ones(2, 2).to_sparse()),
         "adjacency",
     ),
+    "number of one's own class": (lambda m: setattr(m, "weight", Weight(2.0)), "weight"),
+    "function that holds another number": (lambda m: setattr(m, "loss", times(2.0)), "loss"),
+    "number in a function's place": (lambda m: setattr(m, "loss", 2.0), "loss"),
+    "method of another object": (lambda m: setattr(m, "draw", [2.0].count), "draw"),
     "other arguments": (lambda m: setattr(m, "scaled", partial(max, 2.0)), "scaled"),
     "another long list": (lambda m: setattr(m, "many", [1.0] * 30_000), "many"),
     "torch generator": (lambda m: torch.rand(1, generator=m.generator), "generator", "random"),

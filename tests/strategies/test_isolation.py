@@ -15,6 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dp import (
@@ -387,6 +388,39 @@ def test_what_the_latest_batch_left_is_in_no_checkpoint(fit, tmp_path, kind, eng
     assert not (tmp_path / "last.ckpt").exists()
 
 
+class ScalesByMetric(Base):
+    """Weighs the losses of an epoch by their mean in the last one."""
+
+    scale = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def loss(self, x, y):
+        loss = super().loss(x, y)
+        self.mean.update(loss.detach())
+        return loss * self.scale
+
+    def on_train_epoch_end(self):
+        self.scale = float(self.mean.compute())
+        self.mean.reset()
+
+
+@pytest.mark.parametrize("engine", ["layers", "records", "one_by_one"])
+def test_what_metrics_count_of_records_weighs_none(fit, engine):
+    with pytest.raises(VoidedRunError, match=r"depend on self\.scale"):
+        fit(ScalesByMetric(), 9, {"engine": engine}, limit_train_batches=2)
+
+
+@pytest.mark.parametrize("at", ["start", "epoch_start", "epoch_end", "end"])
+def test_hooks_of_validation_set_nothing_by_what_the_latest_batch_left(fit, at):
+    rows = TensorDataset(torch.zeros(2, 6), torch.zeros(2, dtype=torch.int64))
+    kind = acting(f"on_validation_{at}", "follows", val_dataloader=lambda self: DataLoader(rows))
+    with pytest.raises(VoidedRunError, match=rf"on_validation_{at}\(\) sets lr .* by self.latest"):
+        fit(kind(), 9, num_sanity_val_steps=0, val_check_interval=1)
+
+
 class InBackward(WithBuffer):
     """Keeps what a hook of the backward pass sees of the records."""
 
@@ -463,6 +497,19 @@ def test_learning_rates_of_optimizer_step_follow_no_record(fit):
 
     run = fit(StepsByHook(lambda model: 1 / (1 + model.global_step)), 3, {"engine": "layers"})
     assert (run.steps, dict(run.not_compared)) == (3, {})
+
+
+class SetsTheRate(InHook):
+    """Sets the learning rate by what an earlier step has left."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        for group in self.optimizers().param_groups:
+            group["lr"] = 0.1 / (1 + float(self.latest))
+
+
+def test_learning_rates_follow_no_record_of_earlier_steps(fit):
+    with pytest.raises(VoidedRunError, match=r"settings of .* depend on self\.latest"):
+        fit(SetsTheRate(), 3, {"engine": "layers"})
 
 
 @pytest.mark.parametrize("engine", ["layers", "records"])

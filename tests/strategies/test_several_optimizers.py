@@ -183,6 +183,33 @@ class CountsLast(CountsRecords):
     order = "dg"  # the random numbers of its loss are those behind the critic's
 
 
+class ByEarlierLosses(GAN):
+    """Weighs the generator's loss by the critic's at earlier batches."""
+
+    balance = 1.0
+
+    def generator_loss(self, x: Tensor) -> Tensor:
+        return self.balance * super().generator_loss(x)
+
+    def critic_loss(self, x: Tensor) -> Tensor:
+        loss = super().critic_loss(x)
+        self.balance = float(loss)
+        return loss
+
+
+class ClipsByRecords(GAN):
+    def go_back_and_step(self, loss: Tensor, optimizer: Any) -> None:
+        self.manual_backward(loss)
+        if optimizer is self.optimizers()[0]:
+            self.clip_gradients(optimizer, 1e-3 * float(self.mean.abs()), "norm")
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def generator_loss(self, x: Tensor) -> Tensor:
+        self.mean = x.mean()
+        return super().generator_loss(x)
+
+
 class Encoder(GAN):
     """An autoencoder whose encoder is called public."""
 
@@ -223,6 +250,8 @@ CHECKED, DRY = {"checks": Checks()}, {"checks": Checks(comparisons=False)}
         *((kind, CHECKED, FOLLOWS) for kind in (FeatureMatching, FromEpoch1)),
         *((kind, CHECKED, FOLLOWS) for kind in (CountsRecords, CountsLast)),
         (Encoder, CHECKED, FOLLOWS),
+        (ClipsByRecords, CHECKED, FOLLOWS),
+        (ByEarlierLosses, CHECKED, r"depend on self\.balance"),
     ],
 )
 def test_what_cannot_be_trained_ends_with_the_cure(model, settings, message, fit):
