@@ -225,7 +225,8 @@ class Mechanism:
             return
         self.ledger.charge(event)
         self.guard.book(event)
-        self.covered = event.num_steps - 1 if self.plan.is_block else 0  # others choose noise anew
+        if self.plan.is_block:  # other steps may have other noise
+            self.covered = event.num_steps - 1
 
     def _bring_to(self, device: torch.device) -> None:
         """Go on there with the states that were loaded."""

@@ -572,5 +572,6 @@ class PrivateRun:
             self._refuse_smaller_budget()
         self.is_seeded = self.is_seeded or bool(state["seeded"])
         report = state.get("report", {})
-        self.started, self._promised = report.get("started"), report.get("epsilon_of_plan") or 0.0
+        self.started = report.get("started")
+        self._promised = float(report.get("epsilon_of_plan") or 0.0)  # inf is a text there
         self._resumed = None if state["mechanism"] is None else state

@@ -164,7 +164,8 @@ class Client(ABC):
             return self.ledger.release(
                 *place, charged, keep=planned.keep, try_first=try_first, request=request
             )
-        except BudgetExhausted:
+        except BudgetExhausted as error:  # made of plans and charges
+            _log.warning("The client leaves: %s", text_of(error))
             return Message(REFUSED, planned.place).to_bytes()
 
 

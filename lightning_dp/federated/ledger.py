@@ -446,15 +446,20 @@ class _OpenRun:
         spending, limit = self._spending, self.progress.limit
         alone = self.progress.others == self._charges_of_others()
         if alone or not round_ < spending.rounds:
-            fits, why = round_ < min(limit, spending.rounds), f": {limit} rounds do"
+            fits, why, other = round_ < min(limit, spending.rounds), f": {limit} rounds do", ""
         else:
             written = self._journal.runs.length(Round(spending.run, round_).key)
             fits = spending.fits(spending.events(round_)[written:], self._journal.runs.history())
-            why = " on top of what this and other runs have spent on the data set"
+            why = (
+                " on top of what this and other runs have spent on the data set, whose turns may follow "
+                "from releases, so that they cost more than one after the other"
+            )
+            other = ", or with fewer rounds when others have ended"
         if not fits:
             raise BudgetExhausted(
                 f"Round {round_} of run {spending.run!r} does not fit{why} "
-                f"(target_epsilon={spending.target_epsilon}, rounds={spending.rounds})."
+                f"(target_epsilon={spending.target_epsilon}, rounds={spending.rounds}). Begin a run of "
+                f"another name with a larger target_epsilon{other}."
             )
 
     def begin(self, round_: int, part: int) -> Progress:

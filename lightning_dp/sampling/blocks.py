@@ -51,7 +51,7 @@ class AbstractBlockSampling(AbstractSampling):
     A subclass promises that no record takes part twice in any :meth:`window` steps in a row, and that
     charges 0, 1, ..., n, one at the first step and one after each window, are together never more private
     than what :meth:`begin` draws in these windows, with noise that remembers for at most
-    :attr:`separation` steps.
+    :attr:`separation` steps. A later charge costs no less than an earlier one.
     """
 
     @abstractmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -294,9 +295,12 @@ def test_a_round_that_the_budget_does_not_allow_is_refused_each_time(name, tmp_p
     assert protocol.make(LogCosh(), tmp_path, target_epsilon=target).epsilon <= target
 
 
-def test_a_budget_that_affords_no_round_is_not_touched(protocol, tmp_path):
+def test_a_budget_that_affords_no_round_is_not_touched(protocol, tmp_path, caplog):
     client = protocol.make(LogCosh(), tmp_path, target_epsilon=1e-3)
     assert Message.from_bytes(client.answer(protocol.request())).kind == "refused"
+    assert re.search(
+        r"client leaves: Round \d of .* does not fit.* another name with a larger", caplog.text
+    )
     assert history(tmp_path) == []
 
 

@@ -11,6 +11,7 @@ import shutil
 import signal
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -279,6 +280,26 @@ def test_several_events_of_a_round_are_charged_together_or_not_at_all(tmp_path):
     pairs = [Gaussian(10.0)] * 2
     plan = spending(events=lambda i: pairs, target=epsilon([*pairs, *pairs, pairs[0]]) * 1.0001)
     assert rounds_made(tmp_path / "pairs", plan) == 2
+
+
+def test_the_cures_of_runs_that_took_turns_work(tmp_path):
+    alike = [PoissonGaussian(z, 0.1) for z in (1.0, 1.5)]
+    target = epsilon(alike * 20) * 1.001
+    one, other = (
+        spending(run, 20, target, lambda i, event=event: [event])
+        for run, event in zip(("one", "other"), alike, strict=True)
+    )
+    made = 0
+    with pytest.raises(
+        BudgetExhausted, match=r"of run 'one' .* turns .* another name with"
+    ) as error:
+        for made in range(20):
+            of(tmp_path).release(one, made, 0, noise)
+            of(tmp_path).release(other, made, 0, noise)
+    assert 2 < made < 20 and "larger target_epsilon, or with fewer rounds" in str(error.value)
+    for run, rounds, budget in (("larger", 20, 1.5 * target), ("fewer", 20 - made, target)):
+        plan = replace(one, run=run, rounds=rounds, target_epsilon=budget)
+        assert of(tmp_path).release(plan, 0, 0, noise)
 
 
 def rounds_made(folder: Path, plan: Spending) -> int:
