@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, Literal, TypeVar
 from weakref import proxy
 
@@ -416,7 +416,7 @@ class AbstractLayerEngine(AbstractGradientEngine):
         trained = {id(param) for param in params}
         rules = self._rules(trained, units)
         # Along a direction other tensors stand in the places of the parameters.
-        self._held = {layer: tuple(layer._parameters.values()) for layer in rules}
+        self._held = {layer: dict(layer._parameters) for layer in rules}
         self._used = {layer: [id(param) for param in _used_by(layer)] for layer in rules}
         self._hooks = ModuleHooks()
         me: Any = proxy(self)  # so that its memory is free as soon as the engine is
@@ -512,11 +512,15 @@ class AbstractLayerEngine(AbstractGradientEngine):
 
     def _is_exchanged(self, layer: nn.Module) -> bool:
         """Return whether other tensors are in the places of a layer's parameters now."""
-        held = self._held[layer]
-        if self._what == "duals" or _are_same(layer._parameters.values(), held):
+        held, now = self._held[layer], layer._parameters
+        if self._what == "duals":
+            return False
+        if now.keys() != held.keys() or not held.keys().isdisjoint(vars(layer)):
+            return True  # pruned, say: its forward pass reads what is computed from them
+        if all(now[name] is param for name, param in held.items()):
             return False
         self._whole.look(layer)  # the whole parameters may be there, in the places of shards
-        return not _are_same(map(self._whole.trained, layer._parameters.values()), held)
+        return any(self._whole.trained(now[name]) is not param for name, param in held.items())
 
     def used_by(self, call: Call) -> Sequence[int]:
         """Return the parameters that a call uses, by ``id``."""
@@ -555,11 +559,6 @@ class AbstractLayerEngine(AbstractGradientEngine):
         missing = [id(param) for param in self._params if uses[id(param)] != recorded[id(param)]]
         if missing:
             raise UncoveredParameterError([self._param_names[key] for key in missing])
-
-
-def _are_same(some: Any, others: Sequence[Any]) -> bool:
-    some = tuple(some)
-    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _are_tensors(given: Sequence[Any]) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.nn.utils import prune
 
 from lightning_dp import Checks
 from lightning_dp.callbacks import DifferentialPrivacy
@@ -160,4 +161,22 @@ def test_a_layer_whose_parameters_are_exchanged_while_it_runs_is_refused(oracle)
     with pytest.raises(
         UnsupportedModelError, match=r"layer \(Linear\) was called with other param"
     ):
+        oracle.run(lean, module, oracle.features())
+
+
+def pruned(layer: nn.Linear) -> None:
+    for name in ("weight", "bias"):
+        prune.l1_unstructured(layer, name, 1)
+
+
+def shadowed(layer: nn.Linear) -> None:
+    vars(layer)["weight"] = 2 * layer.weight
+
+
+@pytest.mark.parametrize("computed", [pruned, shadowed])
+def test_a_layer_whose_parameters_are_computed_by_now_is_refused(oracle, computed):
+    module = net()
+    lean = LayerCalls(module, oracle.trained(module))
+    computed(module[0])
+    with pytest.raises(UnsupportedModelError, match=r"0 \(Linear\) was called with other param"):
         oracle.run(lean, module, oracle.features())
