@@ -155,7 +155,9 @@ class DryRun:
         is_constant = isolates and not bool((first.norms > _NOTHING).any())
         if is_constant and runner.has_plain_gradient(first.samples):
             raise UnsupportedModelError(_CONSTANT, topic="coupled-records")
-        self.has_gradients = not bool((first.norms <= _NOTHING).all())
+        if bool((first.norms <= _NOTHING).all()):  # a record without a loss is left out
+            of = first.samples[: 1 if runner.passes.engine.one_record else None]
+            self.has_gradients = runner.has_plain_gradient(of) is not False
         return first
 
     def _units(self, count: int, *, are_longer: bool = True) -> list[Any]:
@@ -180,7 +182,7 @@ class _FirstRun:
         self._clip_norm, self._clipping = clip_norm, runner.passes.clipping
         half = len(samples) // 2
         self.halves = [list(range(half)), list(range(half, len(samples)))]
-        self.norms = torch.zeros(len(samples), dtype=torch.float64)
+        self.norms = torch.full((len(samples),), math.nan, dtype=torch.float64)  # until it has some
         self._entries = Entries.drawn(runner.params, _SEED)
         self._looks: list[GradientSample] = []
         start = RandomState.seeded(runner.device, _FIRST)

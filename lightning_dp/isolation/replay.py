@@ -236,12 +236,12 @@ class Runner:
             run.calls = tuple(calls)
         return run
 
-    def has_plain_gradient(self, samples: Sequence[Any]) -> bool:
-        """Return True if samples together have a gradient in ordinary training."""
+    def has_plain_gradient(self, samples: Sequence[Any]) -> bool | None:
+        """Return True if samples together have a gradient in ordinary training; None without a loss."""
         with self._traceless(RandomState(self.device)), torch.enable_grad():
             loss = loss_in(self.pipeline.training_step(self._batch(samples)))
             if not is_differentiable(loss):
-                return False
+                return None
             found = torch.autograd.grad(loss, self.params, allow_unused=True)
         return any(each is not None and bool(each.any()) for each in found)
 

@@ -296,6 +296,7 @@ def test_a_round_that_the_budget_does_not_allow_is_refused_each_time(name, tmp_p
 
 
 def test_a_budget_that_affords_no_round_is_not_touched(protocol, tmp_path, caplog):
+    caplog.set_level("INFO", logger="lightning_dp.federated")  # whatever other tests have set
     client = protocol.make(LogCosh(), tmp_path, target_epsilon=1e-3)
     assert Message.from_bytes(client.answer(protocol.request())).kind == "refused"
     assert re.search(
