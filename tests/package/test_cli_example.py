@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-import sys
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
