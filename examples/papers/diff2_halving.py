@@ -1,10 +1,11 @@
 """Tuning of diff2.py by successive halving: one setting of a method for all seeds of the table.
 
-The rule is the same for both methods. Each of 30 settings runs R / 8 rounds on one seed; the best twelve
-by a criterion run R / 2 rounds on it, the best four of those all R on three seeds, and the best of them
-by the mean is the winner. (With six and two, as it was said before any run, it misses winners of the full
-grid on California: results/diff2.md.) The noise is that of R rounds from the first round on. Seeds (of the
-split, the first parameters and the noise) are in no table. A level is the mean of the last ten values.
+The rule is the same for both methods. Each of 30 settings runs R / 8 rounds on one seed; the best
+twelve by a criterion run R / 2 rounds on it, the best four of those all R on three seeds, and the best
+of them by the mean is the winner. (With six and two, as it was said before any run, it misses winners
+of the full grid on California: results/diff2.md.) The noise is that of R rounds from the first round
+on. Seeds (of the split, the first parameters and the noise) are in no table. A level is the mean of the
+last ten values.
 """
 
 from __future__ import annotations
