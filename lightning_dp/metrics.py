@@ -58,7 +58,7 @@ class PrivacyBudget(Metric):
         relation: Relation = "add_remove",
         accountant: AbstractAccountant | None = None,
     ) -> None:
-        super().__init__(sync_on_compute=False)
+        super().__init__(sync_on_compute=False, compute_with_cache=False)
         check_relation(relation)
         self.target_delta = probability("target_delta", target_delta)
         self.relation: Relation = relation

@@ -89,6 +89,7 @@ class Model(LightningModule):
         self.share, self.adjacency = Fraction(1, 2), torch.eye(2).to_sparse()
         self.many, self.scaled = [0.0] * 30_000, partial(max, 1.0)
         self.weight, self.loss, self.draw = Weight(1.0), times(1.0), [1.0].count
+        self.inside, self.given = torch.no_grad()(times(1.0)), partial(times(1.0), factor=1.0)
         self.generator, self.numpy = torch.Generator(), np.random.default_rng(0)
         self.legacy, self.python = np.random.RandomState(0), random.Random(0)
         self.teachers = [nn.Sequential(nn.Linear(2, 2))]
@@ -139,6 +140,14 @@ CHANGES = {
     ),
     "number of one's own class": (lambda m: setattr(m, "weight", Weight(2.0)), "weight"),
     "function that holds another number": (lambda m: setattr(m, "loss", times(2.0)), "loss"),
+    "function in a function": (
+        lambda m: setattr(m, "inside", torch.no_grad()(times(2.0))),
+        "inside",
+    ),
+    "other arguments of a nameless function": (
+        lambda m: setattr(m, "given", partial(times(1.0), factor=2.0)),
+        "given",
+    ),
     "number in a function's place": (lambda m: setattr(m, "loss", 2.0), "loss"),
     "method of another object": (lambda m: setattr(m, "draw", [2.0].count), "draw"),
     "other arguments": (lambda m: setattr(m, "scaled", partial(max, 2.0)), "scaled"),
