@@ -248,6 +248,23 @@ def test_a_loss_that_gives_no_record_a_gradient_warns(engine, fit):
         fit(Cancelled(), steps=1, privacy={"engine": engine, "checks": Checks()})
 
 
+class CancelledByHand(Cancelled):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_loss_without_a_gradient_is_tried_without_a_step_of_the_real_optimizer(fit):
+    with pytest.warns(PrivacyWarning, match=r"The loss of CancelledByHand gives .* no gradient"):
+        fit(CancelledByHand(), steps=1, privacy={"checks": Checks()})
+
+
 def test_records_one_after_the_other_are_announced_with_their_cost(fit):
     message = r"^Each record runs alone, .* other \(4 synthetic ones took ([\d.]+) times as long as"
     with pytest.warns(PrivacyWarning, match=message) as caught:
