@@ -430,11 +430,22 @@ def test_what_metrics_count_of_records_weighs_none(fit, engine):
         fit(ScalesByMetric(), 9, {"engine": engine}, limit_train_batches=2)
 
 
-@pytest.mark.parametrize("at", ["start", "epoch_start", "epoch_end", "end"])
-def test_hooks_of_validation_set_nothing_by_what_the_latest_batch_left(fit, at):
+BY_BATCH = "validation_step, or a hook of its batches, sets lr of an optimizer"
+
+
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [
+        *((f"on_validation_{at}", r"\(\) sets lr .* by self.latest")
+          for at in ("start", "epoch_start", "epoch_end", "end")),
+        *((hook, BY_BATCH)
+          for hook in ("validation_step", "on_validation_batch_start", "on_validation_batch_end")),
+    ],
+)  # fmt: skip
+def test_nothing_in_validation_sets_a_rate_by_what_the_latest_batch_left(fit, hook, said):
     rows = TensorDataset(torch.zeros(2, 6), torch.zeros(2, dtype=torch.int64))
-    kind = acting(f"on_validation_{at}", "follows", val_dataloader=lambda self: DataLoader(rows))
-    with pytest.raises(VoidedRunError, match=rf"on_validation_{at}\(\) sets lr .* by self.latest"):
+    kind = acting(hook, "follows", val_dataloader=lambda self: DataLoader(rows))
+    with pytest.raises(VoidedRunError, match=said):
         fit(kind(), 9, num_sanity_val_steps=0, val_check_interval=1)
 
 
