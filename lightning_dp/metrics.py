@@ -95,7 +95,7 @@ class PrivacyBudget(Metric):
     def _apply(
         self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = ""
     ) -> nn.Module:
-        """Go to another device, but not to another type, in which noise and counts would be rounded."""
+        """Go to another device; another type would round noise and counts."""
 
         def moved(tensor: Tensor) -> Tensor:
             found = fn(tensor)
