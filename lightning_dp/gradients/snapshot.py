@@ -833,7 +833,9 @@ def _is_same(a: Any, b: Any, is_part: bool) -> bool:
     if type(a) is tuple and _is_plain(a) and _is_plain(b):
         return len(a) == len(b) and all(_is_same(*pair, False) for pair in zip(a, b, strict=True))
     if isinstance(a, _VALUES):
-        return bool(a == b or (a != a and b != b))
+        with suppress(Exception):  # of the user's class
+            return bool(a == b or (a != a and b != b))
+        is_part = False
     return is_part or _is_alike(a, b)
 
 
@@ -854,7 +856,7 @@ def _held_by(code: Any, met: set[int]) -> Iterator[Any]:
         given = (*(code.__kwdefaults__ or {}).values(), *(code.__defaults__ or ()))
         values = [id(code.__code__), *cells, *given]
     else:
-        values = [code.__name__, getattr(code, "__self__", None)]
+        values = [getattr(code, name, None) for name in ("__func__", "__name__", "__self__")]
     for value in values:
         if type(value) not in _CODE:
             yield value

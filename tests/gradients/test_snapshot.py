@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
+from types import MethodType
 from typing import NamedTuple
 
 import numpy as np
@@ -65,6 +66,15 @@ class Weight(float):
     """A number of a class of one's own."""
 
 
+class Metres(float):
+    """A number that is compared with none of its class."""
+
+    __hash__ = None
+
+    def __eq__(self, other):
+        raise TypeError
+
+
 def times(factor):
     """Return a function that holds a number."""
     return lambda x: factor * x
@@ -89,6 +99,7 @@ class Model(LightningModule):
         self.share, self.adjacency = Fraction(1, 2), torch.eye(2).to_sparse()
         self.many, self.scaled = [0.0] * 30_000, partial(max, 1.0)
         self.weight, self.loss, self.draw = Weight(1.0), times(1.0), [1.0].count
+        self.length, self.bound = Metres(1.0), MethodType(partial(max, 1.0), self)
         self.inside, self.given = torch.no_grad()(times(1.0)), partial(times(1.0), factor=1.0)
         self.generator, self.numpy = torch.Generator(), np.random.default_rng(0)
         self.legacy, self.python = np.random.RandomState(0), random.Random(0)
@@ -140,6 +151,11 @@ CHANGES = {
     ),
     "number of one's own class": (lambda m: setattr(m, "weight", Weight(2.0)), "weight"),
     "function that holds another number": (lambda m: setattr(m, "loss", times(2.0)), "loss"),
+    "number that cannot be compared": (lambda m: setattr(m, "length", Metres(2.0)), "length"),
+    "method without a name": (
+        lambda m: setattr(m, "bound", MethodType(partial(max, 2.0), m)),
+        "bound",
+    ),
     "function in a function": (
         lambda m: setattr(m, "inside", torch.no_grad()(times(2.0))),
         "inside",
