@@ -76,8 +76,8 @@ _EDITED = (
     "on_after_batch_transfer of the module or the data module."
 )
 _SET_BY_BATCH = (
-    "validation_step, or a hook of its batches, sets {} of an optimizer, and what earlier records left "
-    "is in the module then. Batches of validation are not run twice, so the two cannot be told apart. "
+    "validation_step, or a hook of its batches, sets {}, and what earlier records left is in the module "
+    "then. Batches of validation are not run twice, so the two cannot be told apart. "
     "Set it in on_validation_epoch_end, by a metric of public validation data."
 )
 _FLAT = (
@@ -418,8 +418,7 @@ class IsolationWatch:
         before, self._validated = self._validated, None
         if before is not None and self._twins.has_ever:
             moved = before.differences(Snapshot.of(self._module))
-            paths = [each.name.rpartition(".") for each in moved]
-            names = [name for at, _, name in paths if at.startswith("optimizers.")]
+            names = [each.name.rpartition(".")[2] for each in moved if each.kind == "setting"]
             self.fault = self.fault or (_SET_BY_BATCH.format(names[0]) if names else None)
 
     def at_epoch_end(self) -> None:

@@ -430,7 +430,7 @@ def test_what_metrics_count_of_records_weighs_none(fit, engine):
         fit(ScalesByMetric(), 9, {"engine": engine}, limit_train_batches=2)
 
 
-BY_BATCH = "validation_step, or a hook of its batches, sets lr of an optimizer"
+BY_BATCH = "validation_step, or a hook of its batches, sets lr, and what earlier"
 
 
 @pytest.mark.parametrize(
@@ -446,6 +446,17 @@ def test_nothing_in_validation_sets_a_rate_by_what_the_latest_batch_left(fit, ho
     rows = TensorDataset(torch.zeros(2, 6), torch.zeros(2, dtype=torch.int64))
     kind = acting(hook, "follows", val_dataloader=lambda self: DataLoader(rows))
     with pytest.raises(VoidedRunError, match=said):
+        fit(kind(), 9, num_sanity_val_steps=0, val_check_interval=1)
+
+
+def test_no_batch_of_validation_ends_a_fit_in_which_records_are_kept(fit):
+    rows = TensorDataset(torch.zeros(2, 6), torch.zeros(2, dtype=torch.int64))
+    more = {
+        "ends": lambda self: setattr(self.trainer, "should_stop", self.trainer.global_step > 5),
+        "val_dataloader": lambda self: DataLoader(rows),
+    }
+    with pytest.raises(VoidedRunError, match="or a hook of its batches, sets should_stop"):
+        kind = acting("on_validation_batch_end", "ends", **more)
         fit(kind(), 9, num_sanity_val_steps=0, val_check_interval=1)
 
 
