@@ -58,7 +58,7 @@ class PrivacyBudget(Metric):
         relation: Relation = "add_remove",
         accountant: AbstractAccountant | None = None,
     ) -> None:
-        super().__init__(sync_on_compute=False)
+        super().__init__(sync_on_compute=False, compute_with_cache=False)
         check_relation(relation)
         self.target_delta = probability("target_delta", target_delta)
         self.relation: Relation = relation
@@ -95,7 +95,7 @@ class PrivacyBudget(Metric):
     def _apply(
         self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = ""
     ) -> nn.Module:
-        """Go to another device, but not to another type, in which noise and counts would be rounded."""
+        """Go to another device; another type would round noise and counts."""
 
         def moved(tensor: Tensor) -> Tensor:
             found = fn(tensor)

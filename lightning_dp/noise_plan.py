@@ -105,9 +105,8 @@ class NoisePlan:
     @property
     def is_constant(self) -> bool:
         """True if every charge makes the same event."""
-        sampling = type(
-            self.sampling
-        )  # of others, subclasses among them, later charges may cost more
+        sampling = type(self.sampling)
+        # Of other blocks, subclasses among them, later charges may cost more.
         is_alike = (
             not issubclass(sampling, AbstractBlockSampling)
             or sampling in (CyclicPoisson, RandomAllocation)

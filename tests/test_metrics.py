@@ -61,7 +61,9 @@ def test_state_survives_a_checkpoint(tmp_path):
     budget.update(2.0, 0.1, steps=10)
     torch.save(budget.state_dict(), tmp_path / "state.pt")
     other = PrivacyBudget(target_delta=1e-5)
+    assert float(other.compute()) == 0
     other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert float(other.compute()) == float(budget.compute()) > 0
     other.update(2.0, 0.1)
     budget.update(2.0, 0.1)
     assert float(other.compute()) == float(budget.compute()) > 0

@@ -515,7 +515,8 @@ class AbstractLayerEngine(AbstractGradientEngine):
         held, now = self._held[layer], layer._parameters
         if self._what == "duals":
             return False
-        if now.keys() != held.keys() or not held.keys().isdisjoint(vars(layer)):
+        reads_others = any(getattr(layer, name) is not param for name, param in now.items())
+        if reads_others or now.keys() != held.keys():
             return True  # pruned, say: its forward pass reads what is computed from them
         if all(now[name] is param for name, param in held.items()):
             return False

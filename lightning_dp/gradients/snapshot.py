@@ -204,7 +204,7 @@ _ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size}
 )
 _CODE = frozenset(
-    {types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType}
+    {types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, partial}
 )
 _PLAIN = _ATOMS | _CODE
 _VALUES = (*_ATOMS, enum.Enum, np.generic, frozenset)  # of the user's classes, too
@@ -833,32 +833,41 @@ def _is_same(a: Any, b: Any, is_part: bool) -> bool:
     if type(a) is tuple and _is_plain(a) and _is_plain(b):
         return len(a) == len(b) and all(_is_same(*pair, False) for pair in zip(a, b, strict=True))
     if isinstance(a, _VALUES):
-        return bool(a == b or (a != a and b != b))
+        with suppress(Exception):  # of the user's class
+            return bool(a == b or (a != a and b != b))
+        is_part = False
     return is_part or _is_alike(a, b)
 
 
 def _is_same_code(a: Any, b: Any) -> bool:
-    """Compare functions by the values that they hold, and methods by their objects."""
+    """Compare functions by the values that they and functions in them hold, and methods by objects."""
     with suppress(ValueError):  # of a cell that is empty
-        mine, its = _held_by(a), _held_by(b)
-        pairs = zip(mine, its, strict=False)
-        alike = all(x is y or type(x) in _CODE or _is_alike(x, y) for x, y in pairs)
-        return alike and len(mine) == len(its)
+        mine, its = list(_held_by(a, set())), list(_held_by(b, set()))
+        return len(mine) == len(its) and all(map(_is_alike, mine, its))
     return True
 
 
-def _held_by(code: Any) -> list[Any]:
-    if not isinstance(code, types.FunctionType):
-        return [code.__name__, getattr(code, "__self__", None)]
-    values = (code.__kwdefaults__ or {}).values()
-    cells = [each.cell_contents for each in code.__closure__ or ()]
-    return [id(code.__code__), *cells, *values, *(code.__defaults__ or ())]
+def _held_by(code: Any, met: set[int]) -> Iterator[Any]:
+    met.add(id(code))
+    if isinstance(code, partial):
+        values = [code.func, *code.args, *code.keywords.values()]
+    elif isinstance(code, types.FunctionType):
+        cells = [each.cell_contents for each in code.__closure__ or ()]
+        given = (*(code.__kwdefaults__ or {}).values(), *(code.__defaults__ or ()))
+        values = [id(code.__code__), *cells, *given]
+    else:
+        values = [getattr(code, name, None) for name in ("__func__", "__name__", "__self__")]
+    for value in values:
+        if type(value) not in _CODE:
+            yield value
+        elif id(value) not in met:
+            yield from _held_by(value, met)
 
 
 def _is_alike(a: Any, b: Any) -> bool:
     """Compare contents, as they are pickled if need be; what nobody can compare is alike."""
     with suppress(Exception):
-        if is_same_content(a, b):
+        if a is b or is_same_content(a, b):
             return True
     with suppress(Exception):
         return _pickled(a) == _pickled(b)

@@ -238,8 +238,10 @@ class Runner:
 
     def has_plain_gradient(self, samples: Sequence[Any]) -> bool | None:
         """Return True if samples together have a gradient in ordinary training; None without a loss."""
-        with self._traceless(RandomState(self.device)), torch.enable_grad():
-            loss = loss_in(self.pipeline.training_step(self._batch(samples)))
+        start = RandomState(self.device)
+        with self._traceless(start), torch.enable_grad():
+            batch = self._batch(samples)
+            loss = loss_in(self._forward(batch, Run(batch, samples), [], start))
             if not is_differentiable(loss):
                 return None
             found = torch.autograd.grad(loss, self.params, allow_unused=True)

@@ -75,6 +75,11 @@ _EDITED = (
     "does to a record cannot be compared with what it does to it among others. Do it in "
     "on_after_batch_transfer of the module or the data module."
 )
+_SET_BY_BATCH = (
+    "validation_step, or a hook of its batches, sets {}, and what earlier records left is in the module "
+    "then. Batches of validation are not run twice, so the two cannot be told apart. "
+    "Set it in on_validation_epoch_end, by a metric of public validation data."
+)
 _FLAT = (
     "The loss of {} gives synthetic records no gradient: if it gives real ones none either, noise alone "
     "is trained, and ε is spent on it. Look for terms that cancel, as in loss / loss.mean(). (Nothing "
@@ -126,6 +131,7 @@ class IsolationWatch:
         self._was_isolated = False  # at a look of this fit: then it is known what follows records
         self._asked: set[str] = set()  # hooks of epochs that have shown what they write
         self._before: Snapshot | None = None  # at the last look
+        self._validated: Snapshot | None = None  # at the first batch of a validation
         self._walk: object = None  # held, so that later snapshots are cheap
         self._weights: tuple[int, ...] | None = None  # versions of trained ones, after an update
         self.fault: str | None = None
@@ -137,6 +143,7 @@ class IsolationWatch:
                 on_train_batch_end=partial(self.before_hook, "on_train_batch_end"),
                 on_train_epoch_end=self.at_epoch_end,
                 **{name: partial(self.before_hook, name) for name in _OF_VALIDATION},
+                on_validation_batch_start=self.before_validation_batch,
             ),
             _Calls(on_train_batch_start=self.after_callbacks),
         )
@@ -392,14 +399,27 @@ class IsolationWatch:
         if self._run.config.checks.comparisons and not (is_same or self._step.one_record):
             self.fault = self.fault or _EDITED
 
+    def before_validation_batch(self, *args: Any) -> None:
+        """Note the settings of optimizers at the first batch."""
+        self._validated = self._validated or Snapshot.of(self._module)
+
     def before_hook(self, name: str, *args: Any) -> None:
         """Run a hook of the module as it would run after other records; then Lightning runs it."""
+        if name == "on_validation_epoch_end":
+            self._look_at_validation()
         is_of_epoch = "epoch" in name or name in _OF_VALIDATION
         has_any = self._twins.has_ever if is_of_epoch else self._twins.has_twins
         if has_any and is_overridden(name, self._module):
             hook = getattr(self._module, name)
             fault = self._twins.run_hook(hook, *args, is_of_epoch=is_of_epoch)
             self.fault = self.fault or fault
+
+    def _look_at_validation(self) -> None:
+        before, self._validated = self._validated, None
+        if before is not None and self._twins.has_ever:
+            moved = before.differences(Snapshot.of(self._module))
+            names = [each.name.rpartition(".")[2] for each in moved if each.kind == "setting"]
+            self.fault = self.fault or (_SET_BY_BATCH.format(names[0]) if names else None)
 
     def at_epoch_end(self) -> None:
         """End the fit if a public stop has ended the epoch; run the module's hook before it runs."""

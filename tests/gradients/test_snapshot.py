@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
+from types import MethodType
 from typing import NamedTuple
 
 import numpy as np
@@ -65,6 +66,15 @@ class Weight(float):
     """A number of a class of one's own."""
 
 
+class Metres(float):
+    """A number that is compared with none of its class."""
+
+    __hash__ = None
+
+    def __eq__(self, other):
+        raise TypeError
+
+
 def times(factor):
     """Return a function that holds a number."""
     return lambda x: factor * x
@@ -89,6 +99,8 @@ class Model(LightningModule):
         self.share, self.adjacency = Fraction(1, 2), torch.eye(2).to_sparse()
         self.many, self.scaled = [0.0] * 30_000, partial(max, 1.0)
         self.weight, self.loss, self.draw = Weight(1.0), times(1.0), [1.0].count
+        self.length, self.bound = Metres(1.0), MethodType(partial(max, 1.0), self)
+        self.inside, self.given = torch.no_grad()(times(1.0)), partial(times(1.0), factor=1.0)
         self.generator, self.numpy = torch.Generator(), np.random.default_rng(0)
         self.legacy, self.python = np.random.RandomState(0), random.Random(0)
         self.teachers = [nn.Sequential(nn.Linear(2, 2))]
@@ -139,6 +151,19 @@ CHANGES = {
     ),
     "number of one's own class": (lambda m: setattr(m, "weight", Weight(2.0)), "weight"),
     "function that holds another number": (lambda m: setattr(m, "loss", times(2.0)), "loss"),
+    "number that cannot be compared": (lambda m: setattr(m, "length", Metres(2.0)), "length"),
+    "method without a name": (
+        lambda m: setattr(m, "bound", MethodType(partial(max, 2.0), m)),
+        "bound",
+    ),
+    "function in a function": (
+        lambda m: setattr(m, "inside", torch.no_grad()(times(2.0))),
+        "inside",
+    ),
+    "other arguments of a nameless function": (
+        lambda m: setattr(m, "given", partial(times(1.0), factor=2.0)),
+        "given",
+    ),
     "number in a function's place": (lambda m: setattr(m, "loss", 2.0), "loss"),
     "method of another object": (lambda m: setattr(m, "draw", [2.0].count), "draw"),
     "other arguments": (lambda m: setattr(m, "scaled", partial(max, 2.0)), "scaled"),

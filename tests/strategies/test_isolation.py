@@ -248,6 +248,23 @@ def test_a_loss_that_gives_no_record_a_gradient_warns(engine, fit):
         fit(Cancelled(), steps=1, privacy={"engine": engine, "checks": Checks()})
 
 
+class CancelledByHand(Cancelled):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_loss_without_a_gradient_is_tried_without_a_step_of_the_real_optimizer(fit):
+    with pytest.warns(PrivacyWarning, match=r"The loss of CancelledByHand gives .* no gradient"):
+        fit(CancelledByHand(), steps=1, privacy={"checks": Checks()})
+
+
 def test_records_one_after_the_other_are_announced_with_their_cost(fit):
     message = r"^Each record runs alone, .* other \(4 synthetic ones took ([\d.]+) times as long as"
     with pytest.warns(PrivacyWarning, match=message) as caught:
@@ -413,11 +430,33 @@ def test_what_metrics_count_of_records_weighs_none(fit, engine):
         fit(ScalesByMetric(), 9, {"engine": engine}, limit_train_batches=2)
 
 
-@pytest.mark.parametrize("at", ["start", "epoch_start", "epoch_end", "end"])
-def test_hooks_of_validation_set_nothing_by_what_the_latest_batch_left(fit, at):
+BY_BATCH = "validation_step, or a hook of its batches, sets lr, and what earlier"
+
+
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [
+        *((f"on_validation_{at}", r"\(\) sets lr .* by self.latest")
+          for at in ("start", "epoch_start", "epoch_end", "end")),
+        *((hook, BY_BATCH)
+          for hook in ("validation_step", "on_validation_batch_start", "on_validation_batch_end")),
+    ],
+)  # fmt: skip
+def test_nothing_in_validation_sets_a_rate_by_what_the_latest_batch_left(fit, hook, said):
     rows = TensorDataset(torch.zeros(2, 6), torch.zeros(2, dtype=torch.int64))
-    kind = acting(f"on_validation_{at}", "follows", val_dataloader=lambda self: DataLoader(rows))
-    with pytest.raises(VoidedRunError, match=rf"on_validation_{at}\(\) sets lr .* by self.latest"):
+    kind = acting(hook, "follows", val_dataloader=lambda self: DataLoader(rows))
+    with pytest.raises(VoidedRunError, match=said):
+        fit(kind(), 9, num_sanity_val_steps=0, val_check_interval=1)
+
+
+def test_no_batch_of_validation_ends_a_fit_in_which_records_are_kept(fit):
+    rows = TensorDataset(torch.zeros(2, 6), torch.zeros(2, dtype=torch.int64))
+    more = {
+        "ends": lambda self: setattr(self.trainer, "should_stop", self.trainer.global_step > 5),
+        "val_dataloader": lambda self: DataLoader(rows),
+    }
+    with pytest.raises(VoidedRunError, match="or a hook of its batches, sets should_stop"):
+        kind = acting("on_validation_batch_end", "ends", **more)
         fit(kind(), 9, num_sanity_val_steps=0, val_check_interval=1)
 
 
