@@ -309,7 +309,7 @@ def test_a_block_that_begins_later_counts_from_its_own_start():
 
 
 class OwnOrder(FixedOrder):
-    """What a user's own scheme may be: later charges cost more."""
+    """A scheme of a user's own, whose later charges cost more."""
 
 
 @pytest.mark.parametrize(
