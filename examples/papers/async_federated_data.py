@@ -15,7 +15,7 @@ from trainee import Trainee
 from lightning_dp.boundary import BoundedSum, Query, bounded_sum
 from lightning_dp.functional import flatten, unflatten
 
-# LeNet's steps on one record are 1.5 times as fast without oneDNN.
+# LeNet's steps on one record are faster without oneDNN.
 torch.backends.mkldnn.enabled = False
 COVERTYPE_CLASS = 2  # against the rest: LIBSVM's covtype.binary
 TWO_DIGITS = "MNIST, 0 and 1"

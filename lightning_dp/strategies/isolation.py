@@ -400,8 +400,9 @@ class IsolationWatch:
             self.fault = self.fault or _EDITED
 
     def before_validation_batch(self, *args: Any) -> None:
-        """Note the settings of optimizers at the first batch."""
-        self._validated = self._validated or Snapshot.of(self._module)
+        """Note the settings of optimizers at the first batch, if records have left anything."""
+        if self._validated is None and self._twins.has_ever:
+            self._validated = Snapshot.of(self._module)
 
     def before_hook(self, name: str, *args: Any) -> None:
         """Run a hook of the module as it would run after other records; then Lightning runs it."""
@@ -416,7 +417,7 @@ class IsolationWatch:
 
     def _look_at_validation(self) -> None:
         before, self._validated = self._validated, None
-        if before is not None and self._twins.has_ever:
+        if before is not None:
             moved = before.differences(Snapshot.of(self._module))
             names = [each.name.rpartition(".")[2] for each in moved if each.kind == "setting"]
             self.fault = self.fault or (_SET_BY_BATCH.format(names[0]) if names else None)
