@@ -304,8 +304,9 @@ class Check:
             return None
 
     def _run(self, samples: Sequence[Any], rows: Sequence[int], *, watched: bool = False) -> Run:
-        look = partial(self._sample, rows=list(rows))
-        return self._runner.run(samples, self._settings.query, self._start, look, watched=watched)
+        look, query = partial(self._sample, rows=list(rows)), self._settings.query
+        with self._twins.noting_reads():
+            return self._runner.run(samples, query, self._start, look, watched=watched)
 
     def _sample(self, gradients: AbstractPerSampleGradients, rows: list[int]) -> GradientSample:
         if not (self._settings.gradients or self._twins.has_ever):

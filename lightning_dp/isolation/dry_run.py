@@ -111,7 +111,8 @@ class DryRun:
         """
         runner.without_dropout = runner.passes.is_synthetic = True
         try:
-            first = self._first_run(runner, settings, clip_norm)
+            with twins.noting_reads():
+                first = self._first_run(runner, settings, clip_norm)
             checks = _checks(runner, first, partial(settings, query=_plain(first.unit)), twins)
             found = outcome_of(checks, attempts=2)
             if found.kind == "isolated" and not runner.passes.engine.isolates:

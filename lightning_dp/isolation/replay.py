@@ -465,10 +465,14 @@ class _StillScheduler:
     """A scheduler that does nothing, and gives the optimizers' learning rates."""
 
     last_epoch = 0
-    step = staticmethod(ignore)
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
+        self.given: list[Any] = []
+
+    def step(self, *args: Any) -> None:
+        """Note the metric that it is given."""
+        self.given += [x.detach().clone() if isinstance(x, Tensor) else x for x in args]
 
     def get_last_lr(self) -> list[float]:
         """Return the rates as they are."""
@@ -520,6 +524,7 @@ class ByHand:
                 [p for p in _of(self._stills[self._private]) if p.requires_grad],
                 [p for p in public if p.requires_grad],
             )
+        self._scheduler = _StillScheduler(self._stills)
         self._released: tuple[Tensor | None] | None = None  # the private one has stepped
         self.public_steps: list[PublicStep] = []
 
@@ -528,7 +533,7 @@ class ByHand:
         module = self._module
         shown = self._stills if len(self._stills) > 1 else self._stills[0]
         count = len(module.trainer.lr_scheduler_configs)
-        still = _StillScheduler(self._stills)
+        still = self._scheduler
         replaced: dict[str, Any] = {
             "optimizers": lambda use_pl_optimizer=True: shown,
             "lr_schedulers": lambda: [still] * count if count > 1 else still,
@@ -541,8 +546,8 @@ class ByHand:
 
     @property
     def settings(self) -> list[dict[str, Any]]:
-        """The settings of all optimizers, as the module left them."""
-        return _settings_of(self._stills)
+        """The settings of all optimizers, as the module left them, and what schedulers were given."""
+        return [*_settings_of(self._stills), {"given": self._scheduler.given}]
 
     def _step(self, place: int) -> None:
         if self._waiting is None:

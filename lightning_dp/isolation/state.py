@@ -14,17 +14,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_dp.gradients.snapshot import ABSENT, Path, Snapshot, held_in, restored
 
-__all__ = ["Marks", "TwinState"]
+__all__ = ["Marks", "TwinState", "is_public_metric", "logged_in_training", "setting_in_words"]
 
 _FAR = 1e6  # times the difference of two worlds, for thresholds that lie far from both
 _FAR_WHOLE = 1e3  # the same for whole numbers, which may be sizes
 _NAMED = 5  # attributes in a message
 _KEPT = ("buffer", "parameter")  # in every checkpoint
+_LOGGED = "trainer.callback_metrics"
+_PUBLIC = ("epoch", "step", "global_step")
 
 _READ = (
     "Gradients, or settings of an optimizer, depend on {}, which follows the records of earlier steps, "
@@ -32,7 +34,7 @@ _READ = (
     "rest with self.log."
 )
 _SET = (
-    "{}() sets {} of an optimizer by {}, which follows the records of earlier steps, without noise. "
+    "{}() sets {} by {}, which follows the records of earlier steps, without noise. "
     "Set it by the number of steps or epochs, or by a metric of public validation data."
 )
 
@@ -85,16 +87,17 @@ class TwinState:
         self._left: dict[Path, _Twin] = {}  # that had no place when twins were put in place
         self._ends: tuple[dict[Path, _Twin], dict[Path, _Twin]] = ({}, {})  # of the latest pair
         self._ever: dict[Path, _Twin] = {}  # of all pairs, whatever became of it since
+        self._reads_logs = False  # the module has asked its Trainer for what was logged
 
     @property
     def has_twins(self) -> bool:
         """True if something follows the records."""
-        return bool(self._twins)
+        return self._reads_logs or bool(self._twins)
 
     @property
     def has_ever(self) -> bool:
         """True if something followed the records of any pair, whatever became of it since."""
-        return bool(self._ever)
+        return self._reads_logs or bool(self._ever)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -133,7 +136,7 @@ class TwinState:
         Args:
             scale: times the difference between the twin and the value of now, for numbers.
         """
-        with self._world(self._twins, scale) as self._left:
+        with self._world(self._twins, scale, scale) as self._left:
             yield
 
     def at_ends(self) -> Iterator[AbstractContextManager[object]]:
@@ -142,7 +145,7 @@ class TwinState:
         Yields:
             the world of the batch, and that of the one with other records.
         """
-        return (self._world(each, 1.0) for each in self._ends)
+        return (self._world(each, 1.0, shift) for shift, each in enumerate(self._ends))
 
     def far(self, sign: float) -> AbstractContextManager[object]:
         """Put all that ever followed the records far away from both worlds inside.
@@ -150,13 +153,38 @@ class TwinState:
         Args:
             sign: 1 or -1, the direction; 0 leaves it where it is.
         """
-        return self._world(self._ever, sign * _FAR)
+        return self._world(self._ever, sign * _FAR, sign * _FAR)
 
     @contextmanager
-    def _world(self, twins: Mapping[Path, _Twin], scale: float) -> Iterator[dict[Path, _Twin]]:
+    def _world(
+        self, twins: Mapping[Path, _Twin], scale: float, shift: float
+    ) -> Iterator[dict[Path, _Twin]]:
         """Yield those that have no place in the module."""
-        with restored(self._module, parameters=True) as now:
+        with restored(self._module, parameters=True) as now, self.noting_reads(shift):
             yield _put(now, twins, scale)
+
+    @contextmanager
+    def noting_reads(self, shift: float = 0.0) -> Iterator[None]:
+        """Note inside that the module asks its Trainer for metrics, of which training logged some.
+
+        Those follow the records, and have no twins, since comparisons log nothing.
+
+        Args:
+            shift: moves them: x to x + shift (1 + abs(x)). In a world of twins that one's counts.
+        """
+        module, trainer = self._module, self._module._trainer
+        if trainer is None or isinstance(trainer, _MovedLogs):
+            yield
+            return
+
+        def note() -> None:
+            self._reads_logs = True
+
+        module.trainer = _MovedLogs.of(trainer, shift, note)
+        try:
+            yield
+        finally:
+            module.trainer = trainer
 
     def fault(self) -> str:
         """Return the words for gradients that differ with the twins in place."""
@@ -179,14 +207,14 @@ class TwinState:
         Returns:
             The fault, if an optimizer setting follows the records.
         """
+        if (end := self._end_in(self.far(0.0), hook, args)) is None:
+            return None
         worlds: list[AbstractContextManager[object]] = []
-        if self._twins:
+        if self.has_twins:
             worlds += [self.in_place(scale=scale) for scale in (1.0, _FAR, -_FAR)]
         near = len(worlds)
         if is_of_epoch and self._ever:
             worlds += [self.far(1.0), self.far(-1.0)]
-        if not worlds or (end := self._end_in(self.far(0.0), hook, args)) is None:
-            return None
         found: dict[Path, _Twin] = {}
         for i, world in enumerate(worlds):
             if (other := self._end_in(world, hook, args)) is None:
@@ -194,8 +222,8 @@ class TwinState:
                 continue
             settings = [each.name for each in end.differences(other) if each.kind == "setting"]
             if settings:
-                name = settings[0].rpartition(".")[2]
-                return _SET.format(getattr(hook, "__name__", hook), name, self._in_words)
+                name = getattr(hook, "__name__", hook)
+                return _SET.format(name, setting_in_words(settings[0]), self._in_words)
             if i < near:
                 found = {**self._left, **_twins_of(end, other), **found}
         self._twins = found
@@ -240,8 +268,74 @@ class TwinState:
     @property
     def _in_words(self) -> str:
         ended = (twin.name for each in (self._ends[0], self._ever) for twin in each.values())
-        names = list(dict.fromkeys([*self.names, *ended]))
+        logged = [_LOGGED] if self._reads_logs else []
+        names = list(dict.fromkeys([*logged, *self.names, *ended]))
         return ", ".join(f"self.{name}" for name in names[:_NAMED])
+
+
+class _MovedLogs(Trainer):
+    """The Trainer as it is, of which the metrics that training logged are moved."""
+
+    _shift: float
+    _note: Callable[[], None]
+
+    @classmethod
+    def of(cls, trainer: Trainer, shift: float, note: Callable[[], None]) -> _MovedLogs:
+        """Make one; ``note`` is called when the metrics are asked for."""
+        bases = (cls,) if type(trainer) is Trainer else (cls, type(trainer))
+        view: _MovedLogs = object.__new__(type(cls.__name__, bases, {}))
+        vars(view).update(vars(trainer), _shift=shift, _note=note)
+        return view
+
+    @property
+    def callback_metrics(self) -> dict[str, Any]:
+        """The metrics of callbacks."""
+        return self._moved(super().callback_metrics)
+
+    @property
+    def logged_metrics(self) -> dict[str, Any]:
+        """The metrics of loggers."""
+        return self._moved(super().logged_metrics)
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, Any]:
+        """The metrics of progress bars."""
+        return self._moved(super().progress_bar_metrics)
+
+    def _moved(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        self._note()
+        of_training, shift = logged_in_training(self), self._shift
+        return {
+            name: value + shift * (1 + abs(value)) if name in of_training else value
+            for name, value in metrics.items()
+        }
+
+
+def logged_in_training(trainer: Trainer) -> set[str]:
+    """Return the names of the metrics of records: those that were logged while training.
+
+    Lightning keeps them apart from those of validation.
+    """
+    results: Any = trainer.fit_loop.epoch_loop._results
+    metas = [each.meta for each in results.values()]
+    names = {name for x in metas for name in (x.name, x.forked_name(True), x.forked_name(False))}
+    return set(filterfalse(is_public_metric, names))
+
+
+def setting_in_words(name: str) -> str:
+    """Return the words for a setting of a snapshot.
+
+    Example:
+        >>> setting_in_words("optimizers.0.param_groups.0.lr")
+        'lr of an optimizer'
+    """
+    owner, name = name.partition(".")[0], name.rpartition(".")[2]
+    return f"{name} of {'the Trainer' if owner == 'trainer' else 'an optimizer'}"
+
+
+def is_public_metric(name: str) -> bool:
+    """Return True for the names of counters and of our own metrics, also where the module logs them."""
+    return name in _PUBLIC or name.startswith("privacy/")
 
 
 def _put(now: Snapshot, twins: Mapping[Path, _Twin], scale: float) -> dict[Path, _Twin]:

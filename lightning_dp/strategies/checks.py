@@ -37,6 +37,7 @@ from lightning_dp._world import is_sharded
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.functional import has_float64
 from lightning_dp.isolation.requirements import MisconfigurationError, check_training_step
+from lightning_dp.isolation.state import is_public_metric, logged_in_training
 from lightning_dp.optimizers import NOISE_VARIANCE
 from lightning_dp.plan.suggestion import default_delta
 from lightning_dp.postprocessing import NoiseFilter
@@ -511,7 +512,6 @@ def _check_shards(strategy: ModelParallelStrategy, module: nn.Module, optimizer:
 
 # -- metrics of the training data --------------------------------------------------------------------
 
-_PUBLIC = ("epoch", "step", "global_step")  # also where the module logs them
 _CURE = (
     "It carries no noise, and what follows it steers the next steps by the records past ε. Follow a "
     "metric of public validation data, or take a schedule that is fixed in advance (StepLR, "
@@ -547,12 +547,7 @@ class Monitors:
                     f"a metric of the training data. {_CURE}",
                     topic="schedulers",
                 )
-            self._refuse_schedulers(lambda name: True)
-        elif by_hand is not None:
-            self._warn_once(
-                f"The module steps a {by_hand} itself. If it does so by a metric of the training data, "
-                f"ε does not hold. {_CURE}"
-            )
+            self._refuse_schedulers(lambda name: not is_public_metric(name))
         for name, part in self._trainer.lightning_module.named_modules():
             if isinstance(part, Metric) and part.state_dict():
                 self._note(f"what the metric {name!r} counted, saved in checkpoints without noise")
@@ -567,11 +562,10 @@ class Monitors:
         results: Any = self._trainer.fit_loop.epoch_loop._results
         if len(results) == self._logged:
             return
-        self._logged = len(results)
-        names = {name for result in results.values() for name in _names(result.meta)}
+        self._logged, names = len(results), logged_in_training(self._trainer)
         self._refuse_schedulers(names.__contains__)
         for who, does, name in self._acting():
-            if name in names and not _is_public(name):
+            if name in names:
                 self._note(f"{who}: {does}, without noise")
                 self._warn_once(
                     f"{who} uses a metric of the training data: {does}. It carries no noise and ε does "
@@ -582,7 +576,7 @@ class Monitors:
     def _refuse_schedulers(self, is_of_training: Callable[[str], bool]) -> None:
         for config in self._trainer.lr_scheduler_configs:
             name = config.monitor
-            if config.reduce_on_plateau and name and is_of_training(name) and not _is_public(name):
+            if config.reduce_on_plateau and name and is_of_training(name):
                 raise MisconfigurationError(
                     f"The scheduler {type(config.scheduler).__name__} follows {name!r}, a metric of "
                     f"the training data. {_CURE}",
@@ -621,12 +615,3 @@ class Monitors:
             self._said.add(message)
             if self._trainer.is_global_zero:
                 warn(message, topic="schedulers")
-
-
-def _is_public(name: str) -> bool:
-    return name in _PUBLIC or name.startswith("privacy/")
-
-
-def _names(meta: Any) -> set[str]:
-    """Return the names under which Lightning hands out a metric."""
-    return {meta.name, meta.forked_name(True), meta.forked_name(False)}

@@ -45,7 +45,7 @@ from lightning_dp.isolation.comparison import UnitRows, own_copies
 from lightning_dp.isolation.dry_run import DryRun, find_layout
 from lightning_dp.isolation.replay import HOOKS_OF_STEP, Pipeline, Runner
 from lightning_dp.isolation.requirements import MisconfigurationError
-from lightning_dp.isolation.state import Marks, TwinState
+from lightning_dp.isolation.state import Marks, TwinState, setting_in_words
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import FullBatch
 from lightning_dp.sampling.loader import Chunk, PrivateDataLoader, collates_as_torch
@@ -130,6 +130,7 @@ class IsolationWatch:
         self._cleared: set[str] = set()
         self._was_isolated = False  # at a look of this fit: then it is known what follows records
         self._asked: set[str] = set()  # hooks of epochs that have shown what they write
+        self._ran: set[str] = set()  # hooks of epochs that have shown what they read
         self._before: Snapshot | None = None  # at the last look
         self._validated: Snapshot | None = None  # at the first batch of a validation
         self._walk: object = None  # held, so that later snapshots are cheap
@@ -409,8 +410,11 @@ class IsolationWatch:
         if name == "on_validation_epoch_end":
             self._look_at_validation()
         is_of_epoch = "epoch" in name or name in _OF_VALIDATION
-        has_any = self._twins.has_ever if is_of_epoch else self._twins.has_twins
-        if has_any and is_overridden(name, self._module):
+        is_asked = self._twins.has_ever if is_of_epoch else self._twins.has_twins
+        if is_of_epoch and not self._trainer.sanity_checking and name not in self._ran:
+            self._ran.add(name)
+            is_asked = True
+        if is_asked and is_overridden(name, self._module):
             hook = getattr(self._module, name)
             fault = self._twins.run_hook(hook, *args, is_of_epoch=is_of_epoch)
             self.fault = self.fault or fault
@@ -419,7 +423,7 @@ class IsolationWatch:
         before, self._validated = self._validated, None
         if before is not None:
             moved = before.differences(Snapshot.of(self._module))
-            names = [each.name.rpartition(".")[2] for each in moved if each.kind == "setting"]
+            names = [setting_in_words(each.name) for each in moved if each.kind == "setting"]
             self.fault = self.fault or (_SET_BY_BATCH.format(names[0]) if names else None)
 
     def at_epoch_end(self) -> None:

@@ -6,7 +6,7 @@ from collections import deque
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -42,9 +42,8 @@ class Fit:
     def __init__(self, model, lr=0.1):
         self.model, self.twins, self.faults = model, TwinState(model), []
         self.optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-        model._trainer = type(
-            "Trainer", (), {"optimizers": [self.optimizer], "lr_scheduler_configs": []}
-        )()
+        model.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+        model.trainer.strategy.optimizers = [self.optimizer]
         self.generator = torch.Generator().manual_seed(1)
 
     def batch(self):

@@ -430,7 +430,7 @@ def test_what_metrics_count_of_records_weighs_none(fit, engine):
         fit(ScalesByMetric(), 9, {"engine": engine}, limit_train_batches=2)
 
 
-BY_BATCH = "validation_step, or a hook of its batches, sets lr, and what earlier"
+BY_BATCH = "validation_step, or a hook of its batches, sets lr of an optimizer, and what earlier"
 
 
 @pytest.mark.parametrize(

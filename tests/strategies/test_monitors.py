@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from typing import Any
@@ -16,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from lightning_dp import Checks
 from lightning_dp._refusals import PrivacyWarning
+from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.report.files import read_report
 from tests.zoo import private
 
@@ -99,9 +101,10 @@ class Manual(Logs):
         self.optimizers().step()
         self.optimizers().zero_grad()
 
-    def on_train_epoch_end(self) -> None:
-        plateau = self.lr_schedulers() if self.returned else self.plateau
-        plateau.step(self.trainer.callback_metrics[self.by])
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            plateau = self.lr_schedulers() if self.returned else self.plateau
+            plateau.step(self.trainer.callback_metrics[self.by])
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -165,10 +168,89 @@ def test_with_validation_it_is_refused_when_its_metric_turns_out_to_be_of_traini
     )  # fmt: skip
 
 
+class Follows:
+    """The ways by which a module lets the next steps follow a metric, unless it is of validation."""
+
+    class InTheStep(Logs):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            before = self.trainer.callback_metrics.get(self.by, 0.0)
+            return super().training_step(batch, batch_idx) * (1.0 if before < 10 else 0.5)
+
+    class ThroughAnAttribute(Logs):
+        scale = 1.0
+
+        def on_train_epoch_start(self) -> None:
+            self.scale = float(self.trainer.callback_metrics.get(self.by, 1.0))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) * self.scale
+
+    class InItsOptimizerStep(Logs):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+            _set_rate(optimizer, self.trainer.logged_metrics.get(self.by, 1.0))
+            optimizer.step(closure=closure)
+
+    class BehindTheStep(Logs):
+        def on_train_batch_end(self, *_: Any) -> None:
+            _set_rate(
+                self.trainer.optimizers[0], self.trainer.progress_bar_metrics.get(self.by, 1.0)
+            )
+
+    class BehindTheEpoch(Logs):
+        def on_train_epoch_end(self) -> None:
+            _set_rate(self.trainer.optimizers[0], self.trainer.callback_metrics.get(self.by, 1.0))
+
+    class BehindValidation(Logs):
+        def on_validation_epoch_end(self) -> None:
+            _set_rate(self.trainer.optimizers[0], self.trainer.callback_metrics.get(self.by, 1.0))
+
+    class ByTheStop(Logs):
+        def on_train_epoch_end(self) -> None:
+            self.trainer.should_stop = bool(self.trainer.callback_metrics.get(self.by, 1.0) > 100)
+
+    class InTheStepOfAScheduler(Manual):
+        def __init__(self) -> None:
+            super().__init__("loss", returned=True)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            self.lr_schedulers().step(self.trainer.callback_metrics.get(self.by, 1.0))
+
+        def on_validation_epoch_end(self) -> None:
+            pass
+
+    class ByAScheduler(Manual):
+        def __init__(self) -> None:
+            super().__init__("loss", returned=True)
+
+
+WAYS = {name: way for name, way in vars(Follows).items() if isinstance(way, type)}
+
+
+def _set_rate(optimizer: Any, metric: Any) -> None:
+    optimizer.param_groups[0]["lr"] = 0.1 if metric < 10 else 0.05
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_what_steers_training_by_a_metric_of_it_is_void(name, fit, loader):
+    model, privacy = WAYS[name](), private(checks=Checks())
+    model.by, model.how = "loss", {"prog_bar": True}
+    with pytest.raises(VoidedRunError, match=r"trainer\.callback_metrics"):
+        fit(model, privacy, validate=loader, **{**LIMITS, "max_epochs": 12})
+    assert math.isinf(privacy.epsilon)
+
+
+@pytest.mark.parametrize("name", sorted(set(WAYS) - {"InTheStep", "InTheStepOfAScheduler"}))
+def test_a_metric_of_validation_may_steer_it(name, fit, loader):
+    model = WAYS[name]()
+    model.by, model.how = "val_loss", {"prog_bar": True}
+    assert fit(model, private(checks=Checks()), validate=loader, **LIMITS).global_step == 6
+
+
 # -- what is allowed, and said ---------------------------------------------------------------------
 
 
-class Follows(L.Callback):
+class FollowsLoss(L.Callback):
     monitor = "loss"
 
 
@@ -185,7 +267,7 @@ IN_NAMES = ["ModelCheckpoint(filename='{epoch}-{loss:.2f}')", "in file names"]
             (
                 lambda r=r: Manual("val_loss", returned=r),
                 None,
-                ["If it does so by a metric"],
+                [],
                 "",
                 True,
             )
@@ -199,8 +281,8 @@ IN_NAMES = ["ModelCheckpoint(filename='{epoch}-{loss:.2f}')", "in file names"]
             True,
         ),
         (Logs, lambda folder: EarlyStopping("loss"), CHECKPOINT, "scores are", True),
-        (Logs, lambda folder: Follows(), CHECKPOINT, "scores are", True),
-        (Logs, lambda folder: Follows(), CHECKPOINT, "scores are", False),
+        (Logs, lambda folder: FollowsLoss(), CHECKPOINT, "scores are", True),
+        (Logs, lambda folder: FollowsLoss(), CHECKPOINT, "scores are", False),
         (
             Logs,
             lambda folder: ModelCheckpoint(folder, filename="{epoch}-{loss:.2f}"),

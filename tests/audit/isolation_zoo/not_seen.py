@@ -13,5 +13,4 @@ NOT_SEEN: dict[str, str] = {
     "StateOfTheFile": "global variables are in no snapshot",
     "DefaultArgument": "default arguments are in no snapshot",
     "CallbackSetsTheScale": "callbacks are never run twice",
-    "LoggedMetricInTheLoss": "logged values are in no snapshot",
 }
