@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -216,6 +216,7 @@ _INNER: dict[Hashable, Kind] = {
 # Torch's and Lightning's own attributes.
 _HIDDEN = frozenset({*vars(LightningModule()), "log"}) - {"training", "_buffers", "_modules"}
 _FROZEN = "frozen parameters"
+_NO_STATE = (Dataset, DataLoader, Trainer)  # of a data module
 
 
 @dataclass(frozen=True)
@@ -676,7 +677,7 @@ def _parts_of_trainer(trainer: Any, walk: _Walk) -> Iterator[tuple[Path, _Part]]
     }
     for name, owner in owners.items():
         if owner is not None and isinstance(kept := walk.owner_in(owner, "attribute"), dict):
-            hidden = frozenset(k for k, v in kept.items() if isinstance(v, Dataset | DataLoader))
+            hidden = frozenset(k for k, v in kept.items() if isinstance(v, _NO_STATE))
             yield (name,), _Part(kept, name, "attribute", hidden, True)
 
 

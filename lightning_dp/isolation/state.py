@@ -167,12 +167,12 @@ class TwinState:
     def noting_reads(self, shift: float = 0.0) -> Iterator[None]:
         """Note inside that the module asks its Trainer for metrics, of which training logged some.
 
-        Those follow the records, and have no twins, since comparisons log nothing.
+        Or its data module does. Those follow the records, and have no twins: comparisons log nothing.
 
         Args:
             shift: moves them: x to x + shift (1 + abs(x)). In a world of twins that one's counts.
         """
-        module, trainer = self._module, self._module._trainer
+        trainer = self._module._trainer
         if trainer is None or isinstance(trainer, _MovedLogs):
             yield
             return
@@ -180,11 +180,15 @@ class TwinState:
         def note() -> None:
             self._reads_logs = True
 
-        module.trainer = _MovedLogs.of(trainer, shift, note)
+        view = _MovedLogs.of(trainer, shift, note)
+        owners = [self._module, *filter(None, [getattr(trainer, "datamodule", None)])]
+        for owner in owners:
+            owner.trainer = view
         try:
             yield
         finally:
-            module.trainer = trainer
+            for owner in owners:
+                owner.trainer = trainer
 
     def fault(self) -> str:
         """Return the words for gradients that differ with the twins in place."""

@@ -240,6 +240,19 @@ def test_what_steers_training_by_a_metric_of_it_is_void(name, fit, loader):
     assert math.isinf(privacy.epsilon)
 
 
+def test_a_data_module_may_not_read_them_either(fit, loader):
+    class Scales(L.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return loader
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            metrics = {} if self.trainer is None else self.trainer.callback_metrics
+            return batch[0] * (1.0 if metrics.get("loss", 1.0) < 10 else 2.0), batch[1]
+
+    with pytest.raises(VoidedRunError, match=r"trainer\.callback_metrics"):
+        fit(Logs(), private(checks=Checks()), Scales(), max_epochs=2)
+
+
 @pytest.mark.parametrize("name", sorted(set(WAYS) - {"InTheStep", "InTheStepOfAScheduler"}))
 def test_a_metric_of_validation_may_steer_it(name, fit, loader):
     model = WAYS[name]()
