@@ -475,6 +475,15 @@ class IsolationWatch:
             self._changed -= check.same_in_both
         if found.kind == "coupled":
             self._step.note(_FAULT.format(type(self._module).__name__, found.reason))
+        steps_rate = self._trainer.lr_scheduler_configs and self.lr_scheduler_step
+        if steps_rate and (fault := self._twins.run_hook(steps_rate, is_of_epoch=True)):
+            self._step.note(fault)
+
+    def lr_scheduler_step(self) -> None:
+        """Step the schedulers, as Lightning does; their functions may read what records left."""
+        for config in self._trainer.lr_scheduler_configs:
+            if not config.reduce_on_plateau:
+                self._module.lr_scheduler_step(config.scheduler, None)
 
     def _count(self, found: Outcome) -> None:
         if found.kind == "not compared" and self._is_scheduled and not self._step.one_record:

@@ -185,6 +185,15 @@ class Follows:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step(batch, batch_idx) * self.scale
 
+    class InAFunctionOfTheSchedule(Logs):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return [optimizer], [LambdaLR(optimizer, self.rate)]
+
+        def rate(self, epoch: int) -> float:
+            metrics = {} if self._trainer is None else self.trainer.callback_metrics
+            return 1.0 if metrics.get(self.by, 1.0) < 10 else 0.5
+
     class InItsOptimizerStep(Logs):
         def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
             _set_rate(optimizer, self.trainer.logged_metrics.get(self.by, 1.0))
