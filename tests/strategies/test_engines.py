@@ -200,7 +200,7 @@ def test_no_record_sees_what_another_left(released_sum):
     """The oracle begins with a copy of the model for each record."""
     expected = clipped_by_a_loop(Remembers(), records())
     model = Remembers()
-    total = released_sum(model, checks=Checks(dry_run=False))
+    total = released_sum(model, checks=Checks(dry_run=False, comparisons=False))
     torch.testing.assert_close(total, expected, rtol=0, atol=1e-5)
     assert not model.largest and not model.last and sum(model.queue) == 0
 
