@@ -34,7 +34,14 @@ from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.boundary import Query, State, Term
-from lightning_dp.federated.client import Client, PlannedRelease, check_point, draw, noised_sum
+from lightning_dp.federated.client import (
+    Client,
+    PlannedRelease,
+    check_point,
+    draw,
+    is_of_ordinary_size,
+    noised_sum,
+)
 from lightning_dp.federated.ledger import ReleaseLedger, check_budget
 from lightning_dp.federated.protocol import (
     REFUSED,
@@ -411,6 +418,13 @@ class AsyncClient(RoundClient):
         # Asked once: what is drawn and noised is what was declared and charged.
         self._sizes = [self.share * self.plan.sizes(i) for i in rounds]
         self._noises = [privacy.noise(i) for i in rounds]
+        for z in {*self._noises} - {0.0}:  # what no record can be clipped by would be charged first
+            if not is_of_ordinary_size(Query((Term(),), privacy.max_grad_norm, z)):
+                raise RefusedSetting(
+                    f"max_grad_norm={privacy.max_grad_norm} with noise_multiplier={z}: records cannot "
+                    "be clipped to numbers that small or large. Use max_grad_norm=1.0.",
+                    topic="federated-messages",
+                )
         budget = (privacy.target_epsilon, privacy.target_delta, privacy.relation)
         self._declare(self.plan.rounds, budget, privacy.seed)
         if self.plan.max_grad_norm is not None:

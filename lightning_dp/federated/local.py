@@ -268,7 +268,7 @@ class LocalRecords(ModuleRecords):
         query = Query((Term(),), clip_norm=1.0, noise_multiplier=1.0)
         with self._passes() as passes, self._muted():
             batch = self._on_device(self._loader.collate_fn(samples))
-            found = self._answer(passes, query, batch, [1] * len(samples), 0)
+            found = self._answer(passes, query, batch, [1] * len(samples))
         if found is not None and self.unit != "client":
             self._refuse_coupled(dry)
         return found is not None
@@ -322,9 +322,9 @@ class LocalRecords(ModuleRecords):
         units = [[each] for each in records] if self.users is None else self.users.split(records)
         total = BoundedSum.empty(asked, [self.point])
         with self._passes() as passes, torch.enable_grad():
-            for number, (batch, sizes) in enumerate(self._chunks(units)):
+            for batch, sizes in self._chunks(units):
                 with self._muted():
-                    found = self._answer(passes, asked, batch, sizes, number, total)
+                    found = self._answer(passes, asked, batch, sizes, total)
                 if found is not None:
                     total = found
                 elif not self._one_record:  # alone, a record without a loss contributes zero
@@ -339,13 +339,13 @@ class LocalRecords(ModuleRecords):
         query: Query,
         batch: Any,
         sizes: list[int],
-        number: int,
         onto: BoundedSum | None = None,
     ) -> BoundedSum | None:
         """Answer a query from a batch of units of so many rows, onto a sum; None without gradient."""
 
         def forward(batch: Any) -> Any:
-            return call_training_step(self._module, batch, number)
+            # No number of the chunk: it is that of the records before, and batch_idx may be used.
+            return call_training_step(self._module, batch, 0)
 
         replay = Replay(forward, batch, len(sizes))
         if self.users is not None and not self._one_record:

@@ -266,3 +266,6 @@ class FixedOrder(AbstractBlockSampling):
             return order[place * size : (place + 1) * size]
 
         return draw
+
+    def cut(self, drawn: NDArray[np.int64], chunks: int, rng: Generator) -> list[NDArray[np.int64]]:
+        return np.array_split(drawn, chunks)  # each record keeps its place

@@ -154,7 +154,7 @@ class ChunkSampler(Sampler[list[int]]):
             end = self._end_of_step(position)
             rate = self._plan.sample_rate if self._rate is None else self._rate(step)
             drawn, chunks = self._draw(step, rate, rng), end - position
-            parts = [drawn] if chunks == 1 else np.array_split(drawn, chunks)
+            parts = [drawn] if chunks == 1 else self._sampling.cut(drawn, chunks, rng)
             for offset, part in enumerate(parts):
                 first, last = offset == 0, offset == chunks - 1
                 size, owners = len(part), list[int]()

@@ -1,7 +1,8 @@
-"""Records that a data set names more than once, through whatever it is nested of."""
+"""Records that a data set names, through whatever it is nested of: one twice, or not as elsewhere."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -13,6 +14,8 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, TensorDataset
 
 Integers: TypeAlias = NDArray[np.int64]
+
+_ROWS = 64  # of a tensor, that are compared between processes
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,31 @@ def find_repeat(dataset: object) -> Repeat | None:
         sources.setdefault(key, _Source(source)).add(keys, places, of_rows)
     repeats = (source.find() for source in sources.values())
     return next((repeat for repeat in repeats if repeat is not None), None)
+
+
+def digest_of_rows(dataset: object) -> str:
+    """Name which records the rows are made of, the same in every process that chose the same ones.
+
+    Data sets are followed as in :func:`find_repeat`; of what is innermost, indices are seen, and some
+    rows of tensors, which may have been shuffled before.
+
+    Example:
+        >>> from torch.utils.data import Subset
+        >>> records = list("abcde")
+        >>> digest_of_rows(Subset(records, [0, 1])) == digest_of_rows(Subset(records, [1, 0]))
+        False
+    """
+    if _is_innermost(dataset):
+        return ""
+    rows, found = np.arange(len(dataset)), hashlib.blake2b(digest_size=16)  # type: ignore[arg-type]
+    for leaf, places, of_rows in _follow(dataset, rows, rows, ()):
+        found.update(repr(places.tolist()).encode() if places.dtype == object else places.tobytes())
+        found.update(of_rows.tobytes())
+        tensors = leaf.tensors if isinstance(leaf, TensorDataset) else [leaf]
+        for each in (t for t in tensors if isinstance(t, Tensor) and t.layout is torch.strided):
+            some = each.detach()[:: 1 + len(each) // _ROWS].cpu().contiguous().reshape(-1)
+            found.update(some.view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 @dataclass

@@ -25,6 +25,7 @@ from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import AbstractSampling, FixedOrder, TruncatedPoisson
 from lightning_dp.sampling.blocks import AbstractBlockSampling
 from lightning_dp.sampling.loader import Chunk, ChunkSampler, PrivateDataLoader
+from lightning_dp.sampling.repeats import digest_of_rows
 from lightning_dp.sampling.stream import Stream, by_place, in_workers
 from lightning_dp.sampling.units import RowsOfUnits
 
@@ -64,7 +65,7 @@ def make_private_loader(
     num_records = len(checked.dataset if units is None else units)  # type: ignore[arg-type]
     _check_block(checked, trainer, run.config.sampling)
     check_limit(run.config, world)
-    check_same_units(units, num_records, run.config.unit_word, world)
+    check_same_units(checked.dataset, units, num_records, run.config.unit_word, world)
     plan = run.config.sampling.plan(
         num_records=num_records,
         batch_size=checked.batch_size or 0,
@@ -97,17 +98,30 @@ def make_private_loader(
 
 
 def check_same_units(
-    units: RowsOfUnits | None, num_records: int, unit_word: str, world: World
+    dataset: object,
+    units: RowsOfUnits | None,
+    num_records: int,
+    unit_word: str,
+    world: World,
 ) -> None:
     """Refuse processes that do not share the same records, or users with the same rows.
 
     Otherwise one could be in the batches of two processes, each in the place of another.
     """
-    number, rows = world.broadcast((num_records, None if units is None else units.digest))
+    chosen = digest_of_rows(dataset) if world.size > 1 else ""
+    mine = (num_records, None if units is None else units.digest, chosen)
+    number, rows, chosen_there = world.broadcast(mine)
     if num_records != number:
         raise RefusedSetting(
             f"Rank {world.rank} has a training set of {num_records} {unit_word}s, rank 0 "
             f"one of {number}. Every rank must see the same data set; each draws from its own shard.",
+            topic="ranks-differ",
+        )
+    if chosen != chosen_there:
+        raise RefusedSetting(
+            f"Rank {world.rank} has other records in its training set than rank 0, or in another order. "
+            "One could be in a batch twice. A split or shuffle without a seed is another one in each "
+            "process: call lightning.seed_everything(0) before it, or give it a seeded generator.",
             topic="ranks-differ",
         )
     if units is not None and units.digest != rows:

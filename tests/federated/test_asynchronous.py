@@ -49,6 +49,13 @@ def drive(client: AsyncClient, i: int, model=START) -> Message:
     return Message.from_bytes(client.answer(Message("round", facts, {"model": model}).to_bytes()))
 
 
+@pytest.mark.parametrize("clip_norm", [math.inf, 1e-20, 1e20])
+def test_a_clip_norm_that_bounds_nothing_is_refused_before_a_round(tmp_path, clip_norm):
+    privacy = ClientPrivacy(clip_norm, lambda i: float(i), math.inf)
+    with pytest.raises(ValueError, match=r"max_grad_norm=1\.0|finite max_grad_norm"):
+        AsyncClient(LogCosh(), plan(), privacy, ReleaseLedger(tmp_path, "data"), run="trial")
+
+
 class Watched(AsyncServer):
     """Writes down every update that changed the model, and checks what must hold at any time."""
 

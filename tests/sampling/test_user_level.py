@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, random_split
 
 from lightning_dp import Poisson, UserLevel
 from lightning_dp._world import World
 from lightning_dp.sampling import BatchPlan
 from lightning_dp.sampling.loader import ChunkSampler
+from lightning_dp.sampling.repeats import digest_of_rows
 from lightning_dp.sampling.units import RowsOfUnits
 from lightning_dp.strategies.data import check_same_units
 
@@ -180,7 +182,31 @@ def test_ranks_whose_users_have_other_rows_are_refused():
         UserLevel(ids=np.array(ids), most_rows=1).rows_of(range(4))
         for ids in ([7, 7, 3, 9], [7, 7, 3, 9], [2, 2, 8, 5])
     )
-    world = World(1, 2, broadcast=lambda _: (3, lead.digest))
-    check_same_units(same, 3, "user", world)
+    world = World(1, 2, broadcast=lambda _: (3, lead.digest, ""))
+    check_same_units(range(4), same, 3, "user", world)
     with pytest.raises(ValueError, match="Rank 1 has other rows for the users"):
-        check_same_units(other, 3, "user", world)
+        check_same_units(range(4), other, 3, "user", world)
+
+
+def chosen_by(way: str, seed: int) -> Any:
+    """A training set that a script makes by a generator of its process."""
+    generator, x = torch.Generator().manual_seed(seed), torch.arange(100.0)
+    shuffled = TensorDataset(x[torch.randperm(100, generator=generator)])
+    named = [str(i) for i in torch.randperm(100, generator=generator).tolist()]
+    return {
+        "split": random_split(range(100), [80, 20], generator)[0],
+        "shuffled": shuffled,
+        "part of shuffled": Subset(shuffled, range(80)),
+        "named": Subset({str(i): i for i in range(100)}, named),
+        "joined": ConcatDataset(random_split(range(100), [50, 50], generator)),
+    }[way]
+
+
+@pytest.mark.parametrize("way", ["split", "shuffled", "part of shuffled", "named", "joined"])
+def test_ranks_that_chose_other_records_are_refused(way):
+    """One could be in the shards of two ranks: twice in a batch, and twice as often in any."""
+    lead = chosen_by(way, 0)
+    world = World(1, 2, broadcast=lambda _: (len(lead), None, digest_of_rows(lead)))
+    check_same_units(chosen_by(way, 0), None, len(lead), "record", world)
+    with pytest.raises(ValueError, match="Rank 1 has other records in its training set"):
+        check_same_units(chosen_by(way, 1), None, len(lead), "record", world)
