@@ -257,7 +257,11 @@ class Check:
         """Run the samples together, with some of them exchanged, and without these."""
         kept = self._kept(attempt)
         found = _PairResult()
-        other = self._try(found, exchanged(self._samples, kept, attempt), kept, watched)
+        self._runner.is_elsewhere = True
+        try:
+            other = self._try(found, exchanged(self._samples, kept, attempt), kept, watched)
+        finally:
+            self._runner.is_elsewhere = False
         step = None if other is None else self._step_beside(other, kept)
         if other is not None and step is not None:
             beside = _PairResult()
@@ -503,7 +507,8 @@ CURES = {
     "exchanged": (
         "when some records of a batch are exchanged for others, the clipped sum of the rest moves by "
         "more than 0.05 C{where}. Use a loss of single records, layers that treat each record alone, a "
-        "collate_fn and hooks that mix none, and nothing that was computed from other records"
+        "collate_fn and hooks that mix none, and nothing that was computed from other records or, where "
+        "gradients are accumulated over batches cut in their order, that follows batch_idx"
     ),
     "alone": (
         "without the other records of its batch, a record has another gradient{where}. Take "

@@ -70,6 +70,8 @@ class Pipeline:
         training_step: returns what the module's does for a batch.
         batch_idx: of the batch in its epoch.
         made_by: the user's code that makes a batch, in words.
+        elsewhere: ``training_step`` for another physical batch of the step, in which the samples might
+            have been if there were others before them; None where no others decide it.
     """
 
     collate: Callable[[list[Any]], Any]
@@ -77,6 +79,7 @@ class Pipeline:
     training_step: Callable[[Any], Any]
     batch_idx: int = 0
     made_by: str = ""
+    elsewhere: Callable[[Any], Any] | None = None
 
 
 @dataclass
@@ -196,6 +199,8 @@ class Runner:
         """The latest run drew random numbers."""
         self.without_dropout = False
         """Let no layer of torch drop anything, so that runs of fewer samples can be compared, too."""
+        self.is_elsewhere = False
+        """Run the samples as in another physical batch of the step, if there is one."""
         self.hooks: tuple[str, ...] = HOOKS_OF_STEP
         """The hooks of the module that follow ``training_step``, in their order."""
 
@@ -339,17 +344,19 @@ class Runner:
 
     def _forward(self, batch: Any, run: Run, outputs: list[Any], start: RandomState) -> Any:
         """Return what ``training_step`` does; or the loss that it goes back from by hand."""
-        module = self.module
+        module, pipeline = self.module, self.pipeline
+        elsewhere = pipeline.elsewhere if self.is_elsewhere else None
+        training_step = elsewhere or pipeline.training_step
 
         def begin_public() -> None:  # public steps draw alike, however many numbers records drew
             run.drawn = RandomState(self.device)
             start.restore()
 
         if module.automatic_optimization:
-            return self.pipeline.training_step(batch)
+            return training_step(batch)
         by_hand = ByHand(module, module.trainer.optimizers, self.params, begin_public)
         with by_hand.in_place():
-            outputs[:] = [self.pipeline.training_step(batch)]
+            outputs[:] = [training_step(batch)]
         run.public_steps, run.settings = tuple(by_hand.public_steps), by_hand.settings
         return by_hand.loss
 

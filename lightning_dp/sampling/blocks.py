@@ -232,6 +232,8 @@ class FixedOrder(AbstractBlockSampling):
         10
     """
 
+    cuts_by_place: ClassVar[bool] = True
+
     shuffle: bool = False
 
     def __post_init__(self) -> None:
@@ -266,6 +268,3 @@ class FixedOrder(AbstractBlockSampling):
             return order[place * size : (place + 1) * size]
 
         return draw
-
-    def cut(self, drawn: NDArray[np.int64], chunks: int, rng: Generator) -> list[NDArray[np.int64]]:
-        return np.array_split(drawn, chunks)  # each record keeps its place

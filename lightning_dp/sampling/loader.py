@@ -154,8 +154,7 @@ class ChunkSampler(Sampler[list[int]]):
             end = self._end_of_step(position)
             rate = self._plan.sample_rate if self._rate is None else self._rate(step)
             drawn, chunks = self._draw(step, rate, rng), end - position
-            parts = [drawn] if chunks == 1 else self._sampling.cut(drawn, chunks, rng)
-            for offset, part in enumerate(parts):
+            for offset, part in enumerate(self._cut(drawn, chunks, rng)):
                 first, last = offset == 0, offset == chunks - 1
                 size, owners = len(part), list[int]()
                 if self._units is not None and size:
@@ -166,6 +165,12 @@ class ChunkSampler(Sampler[list[int]]):
                 self.pending.append(chunk)
                 yield list(records)
             position, step = end, step + 1
+
+    def _cut(self, drawn: _Positions, chunks: int, rng: np.random.Generator) -> list[_Positions]:
+        if chunks == 1 or self._sampling.cuts_by_place:
+            return np.array_split(drawn, chunks)
+        place = rng.integers(chunks, size=len(drawn))
+        return [drawn[place == chunk] for chunk in range(chunks)]
 
     def _end_of_step(self, position: int) -> int:
         """Return where the logical batch that this chunk belongs to ends.

@@ -68,6 +68,12 @@ class AbstractSampling(ABC):
 
     has_pairs: ClassVar[bool] = True
     """True if the pair of its event is all that it costs (:attr:`AbstractEvent.is_pair`)."""
+    cuts_by_place: ClassVar[bool] = False
+    """True if a batch's records are cut into equal physical batches in their order.
+
+    Else each record draws its own, so that no other one moves it to another: physical batches may be
+    treated differently, by ``batch_idx`` or by random numbers of a whole batch.
+    """
 
     def plan(
         self,
@@ -110,17 +116,6 @@ class AbstractSampling(ABC):
         self, shard_size: int, sample_rate: float, rng: np.random.Generator
     ) -> NDArray[np.int64]:
         """Draw one batch from a shard: distinct positions in ``range(shard_size)``, in any order."""
-
-    def cut(
-        self, drawn: NDArray[np.int64], chunks: int, rng: np.random.Generator
-    ) -> list[NDArray[np.int64]]:
-        """Divide a batch into chunks: each record draws its own, so that no other one moves it.
-
-        Chunks may be treated differently, by ``batch_idx`` or by random numbers of a whole batch. In
-        equal ones, a record more would give others another gradient.
-        """
-        place = rng.integers(chunks, size=len(drawn))
-        return [drawn[place == chunk] for chunk in range(chunks)]
 
     @abstractmethod
     def event(self, noise_multiplier: float, sample_rate: float) -> AbstractEvent:
@@ -185,7 +180,8 @@ class TruncatedPoisson(AbstractSampling):
 
     N is taken for public, as it is in q. Several processes share out the records by their places, so that
     without one the others would move to another process and its limit: they need the relation
-    "replace_one", of records. Where gradients are accumulated, one physical batch may have most of them.
+    "replace_one", of records. A physical batch has at most ⌈limit / accumulate_grad_batches⌉ records, or
+    users.
 
     Args:
         limit: records of one process's logical batch, above its mean.
@@ -205,6 +201,7 @@ class TruncatedPoisson(AbstractSampling):
     """
 
     has_pairs: ClassVar[bool] = False
+    cuts_by_place: ClassVar[bool] = True
 
     limit: int
     num_records: int | None = field(default=None, kw_only=True, repr=False)
@@ -259,6 +256,8 @@ class FullBatch(AbstractSampling):
         (4, 1, 1.0)
     """
 
+    cuts_by_place: ClassVar[bool] = True
+
     def plan(
         self,
         *,
@@ -283,11 +282,6 @@ class FullBatch(AbstractSampling):
         self, shard_size: int, sample_rate: float, rng: np.random.Generator
     ) -> NDArray[np.int64]:
         return np.arange(shard_size)
-
-    def cut(
-        self, drawn: NDArray[np.int64], chunks: int, rng: np.random.Generator
-    ) -> list[NDArray[np.int64]]:
-        return np.array_split(drawn, chunks)  # each record keeps its place
 
     def event(self, noise_multiplier: float, sample_rate: float) -> AbstractEvent:
         return Gaussian(noise_multiplier)

@@ -502,9 +502,18 @@ class IsolationWatch:
 
     @property
     def _needs_gradients(self) -> bool:
-        """False if records ran alone, and torch itself made the batch."""
+        """False if records ran alone, torch itself made the batch, and none decides another one's."""
         engine = self._step.engine.passes.engine
-        return not (engine.isolates and (engine.one_record or self._is_plain))
+        is_plain = engine.one_record or self._is_plain
+        return not (engine.isolates and is_plain) or self._chunks_by_place > 1
+
+    @property
+    def _chunks_by_place(self) -> int:
+        """The physical batches of a step, in one of which a record is by the number of those before."""
+        run = self._run
+        if run.batches is None or not run.config.sampling.cuts_by_place:
+            return 1
+        return run.batches.chunks_per_step
 
     @property
     def _compares_gradients(self) -> bool:
@@ -566,10 +575,18 @@ class IsolationWatch:
                 lambda batch: self._run_step(batch, *others),
                 others[0] if others else 0,
                 self._made_by,
+                self._elsewhere(*others),
             ),
             self._trainer.strategy.root_device,
             step.engine.effects.count,
         )
+
+    def _elsewhere(self, *others: Any) -> Callable[[Any], Any] | None:
+        chunks = self._chunks_by_place
+        if chunks == 1 or not others:
+            return None
+        at = others[0] + (1 if others[0] % chunks == 0 else -1)
+        return lambda batch: self._run_step(batch, at, *others[1:])
 
     def _collate_and_transfer(
         self, loader: PrivateDataLoader, *others: Any

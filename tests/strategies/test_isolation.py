@@ -24,9 +24,12 @@ from lightning_dp import (
     Checks,
     CubicNewton,
     Diff2,
+    FixedOrder,
     FullBatch,
     PerGroup,
+    Poisson,
     Storm,
+    TruncatedPoisson,
 )
 from lightning_dp._refusals import PrivacyWarning
 from lightning_dp.accounting.events import VoidedRunError
@@ -790,3 +793,36 @@ def test_released_gradients_stay_where_they_are(fit):
     fit(model, privacy={"engine": "hooks"})
     assert len(model.seen) == 3
     assert all(grad is not None for grads in model.seen[1:] for grad in grads)
+
+
+# -- several physical batches of a step ------------------------------------------------------------
+
+
+class Alternating(Base):
+    """Every other physical batch climbs."""
+
+    def training_step(self, batch, batch_idx):
+        return (-1) ** batch_idx * self.loss(*batch)
+
+
+class Logging(Base):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(*batch)
+        if batch_idx % 2:
+            self.log("loss", loss)
+        return loss
+
+
+@pytest.mark.parametrize("engine", ["auto", "records"])
+@pytest.mark.parametrize(
+    "sampling", [FullBatch(), FixedOrder(), TruncatedPoisson(100), Poisson()], ids=repr
+)
+def test_a_gradient_may_follow_batch_idx_only_where_each_record_draws_it(sampling, engine, fit):
+    """Elsewhere the number of the records before decides it."""
+    privacy = {"sampling": sampling, "engine": engine, "checks": Checks()}
+    privacy["relation"] = "zero_out" if sampling == FixedOrder() else "add_remove"
+    trainer = {} if sampling == FullBatch() else {"accumulate_grad_batches": 2}
+    assert fit(Logging(), 2, privacy, **trainer).step == 2
+    refused = pytest.raises(MisconfigurationException, match="batch_idx")
+    with contextlib.nullcontext() if sampling == Poisson() else refused:
+        fit(Alternating(), 2, privacy, **trainer)
