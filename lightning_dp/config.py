@@ -371,7 +371,7 @@ class PrivacyConfig:
                 "relation='replace_one' has no bound. Ask for relation='zero_out'.",
                 topic="user-level",
             )
-        if not isinstance(self.noise_schedule, Constant):
+        if type(self.noise_schedule) is not Constant:
             raise RefusedSetting(
                 f"{together} needs the same noise at every step, and noise_schedule="
                 f"{self.noise_schedule} changes it. Use Constant().",
@@ -402,7 +402,7 @@ class PrivacyConfig:
     def _check_sampling(self) -> None:
         """Refuse a limit where steps differ, and a relation under which an event has no bound."""
         sampling, estimator = self.sampling, self.resolved_estimator()
-        is_alike = isinstance(self.noise_schedule, Constant) and estimator.traits.period == 1
+        is_alike = type(self.noise_schedule) is Constant and estimator.traits.period == 1
         if not (sampling.has_pairs or is_alike):
             raise RefusedSetting(
                 f"sampling={sampling} needs the same noise and rate at every step, and noise_schedule="

@@ -424,6 +424,14 @@ def parts_of(vector: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return vector.split_with_sizes(_entries(like))  # torch.split asks in Python what it is given
 
 
+def shares_memory(vector: Tensor, state: Any) -> bool:
+    """Return whether a state of dicts and lists has a tensor in the memory of a vector."""
+    if isinstance(state, Tensor):
+        return state.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
+    parts = list(state.values()) if isinstance(state, dict) else state
+    return isinstance(parts, list | tuple) and any(shares_memory(vector, each) for each in parts)
+
+
 def brought_to(state: Any, device: torch.device) -> Any:
     """Return a state of dicts and lists with all its tensors on a device: a file is read on the host."""
     if isinstance(state, Tensor):

@@ -27,7 +27,7 @@ from lightning_dp.boundary import (
 from lightning_dp.clipping import AdaptiveQuantile, split_count
 from lightning_dp.config import refuse_unknown
 from lightning_dp.estimators.base import Driver
-from lightning_dp.functional import brought_to, number_of_entries
+from lightning_dp.functional import brought_to, number_of_entries, shares_memory
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.plan.signal import SignalTracker
 from lightning_dp.postprocessing import AbstractPostProcessor, NoiseFilter, postprocessed
@@ -369,7 +369,9 @@ class Mechanism:
         estimate, self._postprocessing_states = postprocessed(
             self.postprocessing, self._postprocessing_states, estimate, params
         )
-        return estimate
+        # What is done to p.grad in place (clipped, or set to zero) is not to reach the next step.
+        states = self._driver.state, self._postprocessing_states, self._schedule_state
+        return estimate.clone() if shares_memory(estimate, states) else estimate
 
     def _tell(self, params: Sequence[Tensor]) -> tuple[Tensor | None, _Step]:
         """Noise the answer to the present query, and tell the estimator and the schedule."""

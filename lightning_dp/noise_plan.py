@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._validate import positive, whole
-from lightning_dp.accounting import StreamingRDPAccountant
+from lightning_dp.accounting import PLDAccountant, StreamingRDPAccountant
 from lightning_dp.accounting.base import AbstractAccountant, Relation
 from lightning_dp.accounting.events import AbstractEvent, History, noise_together
 from lightning_dp.accounting.guards import AbstractGuard, FixedGuard, GDPGuard, RDPGuard
@@ -425,7 +425,9 @@ class Budget:
         is_pair = plan.sampling.has_pairs  # which the other guards add up
         if plan.is_block or not is_pair or config.accountant.is_its_own_guard:
             return FixedGuard(affordable)
-        if full and plan.scale > 0 and not is_envelope:
+        # Of other accountants the ε that is reported may be more than the guard's.
+        is_counted = config.is_adaptive or isinstance(config.accountant, PLDAccountant)
+        if full and plan.scale > 0 and not is_envelope and is_counted:
             return GDPGuard(*budget)
         if not config.is_adaptive:
             return FixedGuard(affordable)

@@ -14,10 +14,17 @@ import torch
 from scipy.optimize import minimize
 
 from lightning_dp import schedules
+from lightning_dp._refusals import RefusedSetting
 from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian
 from lightning_dp.accounting.journal import read_journal
 from lightning_dp.noise_plan import NoisePlan
-from lightning_dp.sampling import Poisson
+from lightning_dp.sampling import (
+    CyclicPoisson,
+    FixedOrder,
+    Poisson,
+    RandomAllocation,
+    TruncatedPoisson,
+)
 from lightning_dp.schedules import (
     AbstractSchedule,
     Constant,
@@ -272,3 +279,21 @@ def test_an_influence_shorter_than_the_run_is_refused_before_any_data_is_used(
         make_trainer(max_steps=TRAINED, callbacks=[privacy]).fit(model, loader)
     assert privacy.steps == 0
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+class Falling(Constant):
+    def __call__(self, step: int) -> float:
+        return 0.5**step
+
+
+def test_a_subclass_of_the_constant_schedule_is_not_taken_for_constant():
+    plan = NoisePlan(1.0, Falling(), Poisson(), 0.1)
+    assert plan.history(0, 2) == [(PoissonGaussian(0.5**step, 0.1), 1) for step in range(2)]
+    for settings in (
+        {"sampling": CyclicPoisson(2)},
+        {"sampling": FixedOrder(), "relation": "zero_out"},
+        {"sampling": RandomAllocation()},
+        {"sampling": TruncatedPoisson(50)},
+    ):
+        with pytest.raises(RefusedSetting, match=r"needs the same noise.*Use Constant\(\)"):
+            private(noise_schedule=Falling(), **settings)

@@ -244,6 +244,18 @@ def test_adaptive_noise_keeps_to_the_budget_and_claims_all_of_it(fit, sampling):
     assert epsilon(privacy._run.ledger.history(), DELTA) <= BUDGET
 
 
+def test_full_batches_keep_to_the_budget_of_an_accountant_that_is_not_exact(fit):
+    privacy, trainer = fit(
+        40,
+        **BUDGETED,
+        noise_multiplier=10.0,
+        sampling=FullBatch(),
+        accountant=StreamingRDPAccountant(),
+    )
+    assert 0.9 * BUDGET < privacy.epsilon <= BUDGET
+    assert trainer.global_step == privacy.steps < 40
+
+
 def test_less_noise_than_the_envelope_raises_before_the_step(fit):
     schedule = ByNorm(least=0.9, envelope=True)  # promises 1, gives 0.9
     with pytest.raises(RuntimeError, match="envelope"):

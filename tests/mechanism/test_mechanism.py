@@ -29,12 +29,17 @@ from lightning_dp.boundary import (
     add_noise,
     begin_with_noise,
 )
-from lightning_dp.estimators import AbstractEstimator, Traits, share_of_noise
+from lightning_dp.estimators import AbstractEstimator, Diff2, Storm, Traits, share_of_noise
 from lightning_dp.mechanism import BudgetExhausted, Mechanism
 from lightning_dp.noise_plan import NoisePlan
-from lightning_dp.postprocessing import Momentum
+from lightning_dp.postprocessing import LaplacianSmoothing, Momentum
 from lightning_dp.sampling import FullBatch, Poisson
-from lightning_dp.schedules import AbstractSchedule, Constant, Exponential
+from lightning_dp.schedules import (
+    AbstractAdaptiveSchedule,
+    AbstractSchedule,
+    Constant,
+    Exponential,
+)
 
 
 class RecordingLedger(Ledger):
@@ -298,6 +303,50 @@ def test_postprocessors_are_applied_in_order(trial):
 
     # The average of 1 and 0 with weights 1/3 and 2/3, then doubled.
     torch.testing.assert_close(estimate, torch.full((trial.size,), 2 / 3 / trial.batch_size))
+
+
+@dataclass(frozen=True)
+class Remembering(AbstractAdaptiveSchedule):
+    """Keeps the latest release, and asks for more noise the longer it is."""
+
+    def __call__(self, step: int) -> float:
+        return 1.0
+
+    def init(self) -> State:
+        return {"latest": [torch.zeros(())]}
+
+    def now(self, state: State, step: int) -> float:
+        return 1.0 + float(state["latest"][0].norm())
+
+    def observe(self, state: State, released: Tensor) -> State:
+        return {"latest": [released]}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {},
+        {"estimator": Diff2(5, diff_norm=1e-3)},
+        {"estimator": Storm(0.5)},
+        {"estimator": Diff2(5, diff_norm=1e-3), "postprocessing": (LaplacianSmoothing(1.0),)},
+        {"postprocessing": (Momentum(0.5),)},
+        {"schedule": Remembering()},
+    ],
+    ids=str,
+)
+def test_what_is_done_to_a_gradient_in_place_is_no_part_of_the_next_step(trial, parts):
+    def estimates(do):
+        mechanism = trial.make(noise_multiplier=0.1, **parts)
+        found = []
+        for _ in range(3):
+            params = [torch.full_like(each, float(len(found))) for each in trial.params]
+            mechanism.ask(params)
+            estimate = mechanism.tell(params)
+            found.append(estimate.clone())
+            do(estimate)
+        return torch.stack(found)
+
+    assert torch.equal(estimates(Tensor.zero_), estimates(lambda estimate: None))
 
 
 # -- the state that a mechanism saves: enough to go on, and released values only -----------------
