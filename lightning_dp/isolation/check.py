@@ -238,10 +238,13 @@ class Check:
     def _moved_if_ordered(self, kept: list[int]) -> float:
         """Return how far the sum moved if a model only sorted or shuffled its samples; else infinity."""
         alone, k = [self._samples[place] for place in kept], len(kept)
-        lists = (alone, self._samples, exchanged(self._samples, kept))
+        lists = (alone, self._samples)
         try:
             with without_dropout(self._runner.module):
                 runs = [self._run(samples, range(len(samples))) for samples in lists]
+                with self._runner.elsewhere():
+                    others = exchanged(self._samples, kept)
+                    runs.append(self._run(others, range(len(others))))
         except Exception:  # of the user's code, for which so few may be too few
             return math.inf
         found = [run.gradients for run in runs if run.gradients is not None]
@@ -257,11 +260,8 @@ class Check:
         """Run the samples together, with some of them exchanged, and without these."""
         kept = self._kept(attempt)
         found = _PairResult()
-        self._runner.is_elsewhere = True
-        try:
+        with self._runner.elsewhere():
             other = self._try(found, exchanged(self._samples, kept, attempt), kept, watched)
-        finally:
-            self._runner.is_elsewhere = False
         step = None if other is None else self._step_beside(other, kept)
         if other is not None and step is not None:
             beside = _PairResult()

@@ -199,8 +199,7 @@ class Runner:
         """The latest run drew random numbers."""
         self.without_dropout = False
         """Let no layer of torch drop anything, so that runs of fewer samples can be compared, too."""
-        self.is_elsewhere = False
-        """Run the samples as in another physical batch of the step, if there is one."""
+        self._training_step = pipeline.training_step
         self.hooks: tuple[str, ...] = HOOKS_OF_STEP
         """The hooks of the module that follow ``training_step``, in their order."""
 
@@ -240,6 +239,15 @@ class Runner:
             run.note_writes(marks, module)
             run.calls = tuple(calls)
         return run
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Run samples, inside, as in another physical batch of the step, if there is one."""
+        self._training_step = self.pipeline.elsewhere or self._training_step
+        try:
+            yield
+        finally:
+            self._training_step = self.pipeline.training_step
 
     def has_plain_gradient(self, samples: Sequence[Any]) -> bool | None:
         """Return True if samples together have a gradient in ordinary training; None without a loss."""
@@ -344,19 +352,17 @@ class Runner:
 
     def _forward(self, batch: Any, run: Run, outputs: list[Any], start: RandomState) -> Any:
         """Return what ``training_step`` does; or the loss that it goes back from by hand."""
-        module, pipeline = self.module, self.pipeline
-        elsewhere = pipeline.elsewhere if self.is_elsewhere else None
-        training_step = elsewhere or pipeline.training_step
+        module = self.module
 
         def begin_public() -> None:  # public steps draw alike, however many numbers records drew
             run.drawn = RandomState(self.device)
             start.restore()
 
         if module.automatic_optimization:
-            return training_step(batch)
+            return self._training_step(batch)
         by_hand = ByHand(module, module.trainer.optimizers, self.params, begin_public)
         with by_hand.in_place():
-            outputs[:] = [training_step(batch)]
+            outputs[:] = [self._training_step(batch)]
         run.public_steps, run.settings = tuple(by_hand.public_steps), by_hand.settings
         return by_hand.loss
 
