@@ -425,7 +425,7 @@ def parts_of(vector: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def shares_memory(vector: Tensor, state: Any) -> bool:
-    """Return whether a state of dicts and lists has a tensor in the memory of a vector."""
+    """Return True if a state of dicts and lists has a tensor in the memory of a vector."""
     if isinstance(state, Tensor):
         return state.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
     parts = list(state.values()) if isinstance(state, dict) else state
