@@ -504,8 +504,8 @@ class IsolationWatch:
     def _needs_gradients(self) -> bool:
         """False if records ran alone, torch itself made the batch, and none decides another one's."""
         engine = self._step.engine.passes.engine
-        is_plain = engine.one_record or self._is_plain
-        return not (engine.isolates and is_plain) or self._chunks_by_place > 1
+        is_plain = self._is_plain and self._chunks_by_place == 1
+        return not (engine.isolates and (engine.one_record or is_plain))
 
     @property
     def _chunks_by_place(self) -> int:
