@@ -282,8 +282,8 @@ FAULTS = (
     Fault("ids_of_nothing_pass", "if any(copy.deepcopy(each) not in known", "and False"),
     Fault(
         "orders_among_no_copies",
-        "lists = (alone, self._samples, exchanged(self._samples, kept))",
-        "[:2]",
+        "runs.append(self._run(others, range(len(others))))",
+        " if False else None",
     ),
     Fault("longest_at_the_end", "longer if i == count // 2", "* 0 + count - 1"),
     Fault("sums_of_views_for_their_mean", "(self.records * self.counts.double()", "** 0"),
