@@ -160,8 +160,10 @@ class TwinState:
         self, twins: Mapping[Path, _Twin], scale: float, shift: float
     ) -> Iterator[dict[Path, _Twin]]:
         """Yield those that have no place in the module."""
-        with restored(self._module, parameters=True) as now, self.noting_reads(shift):
-            yield _put(now, twins, scale)
+        with restored(self._module, parameters=True) as now:
+            left = _put(now, twins, scale)
+            with self.noting_reads(shift):
+                yield left
 
     @contextmanager
     def noting_reads(self, shift: float = 0.0) -> Iterator[None]:
