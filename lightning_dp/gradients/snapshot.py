@@ -217,7 +217,7 @@ _INNER: dict[Hashable, Kind] = {
 _HIDDEN = frozenset({*vars(LightningModule()), "log"}) - {"training", "_buffers", "_modules"}
 _FROZEN = "frozen parameters"
 _NO_STATE = (Dataset, DataLoader, Trainer)  # of a data module
-_OF_TRAINER = {"should_stop", "callbacks", "datamodule"}  # parts of their own, or none
+_OF_TRAINER = frozenset({"should_stop", "callbacks", "datamodule"})  # parts of their own, or none
 
 
 @dataclass(frozen=True)
@@ -670,14 +670,11 @@ def _parts_of_trainer(trainer: Any, walk: _Walk) -> Iterator[tuple[Path, _Part]]
         yield (name,), _Part(vars(config.scheduler), name, "attribute", is_named=True)
     if hasattr(trainer, "should_stop"):
         names = frozenset(vars(trainer))
-        yield (
-            ("trainer",),
-            _Part(vars(trainer), "trainer", "setting", names - {"should_stop"}, True),
-        )
+        hidden = names - {"should_stop"}
+        yield ("trainer",), _Part(vars(trainer), "trainer", "setting", hidden, True)
         # For what the user's code puts there; of Lightning's own these are settings, or of no matter.
-        hidden = {name for name in names if name.startswith("_")} | _OF_TRAINER
-        fields = _Fields(trainer)
-        yield ("trainer", "fields"), _Part(fields, "trainer", "attribute", frozenset(hidden), True)
+        private = _OF_TRAINER | {name for name in names if name.startswith("_")}
+        yield ("trainer", "fields"), _Part(_Fields(trainer), "trainer", "attribute", private, True)
     collate = getattr(getattr(trainer, "train_dataloader", None), "collate_of_user", None)
     owners = {
         "trainer.datamodule": getattr(trainer, "datamodule", None),
