@@ -217,7 +217,7 @@ _INNER: dict[Hashable, Kind] = {
 _HIDDEN = frozenset({*vars(LightningModule()), "log"}) - {"training", "_buffers", "_modules"}
 _FROZEN = "frozen parameters"
 _NO_STATE = (Dataset, DataLoader, Trainer)  # of a data module
-_OF_TRAINER = frozenset({"should_stop", "callbacks", "datamodule"})  # parts of their own, or none
+_OF_TRAINER = frozenset({"should_stop", "callbacks", "datamodule"})  # other parts, or none
 
 
 @dataclass(frozen=True)
