@@ -197,7 +197,11 @@ class TwinState:
         return _READ.format(self._in_words)
 
     def run_hook(
-        self, hook: Callable[..., Any], *args: Any, is_of_epoch: bool = False
+        self,
+        hook: Callable[..., Any],
+        *args: Any,
+        is_of_epoch: bool = False,
+        is_trial: bool = False,
     ) -> str | None:
         """Run a hook of the module in other worlds, before it runs in earnest; restore all.
 
@@ -209,6 +213,7 @@ class TwinState:
             args: of it.
             is_of_epoch: also run it with all that ever followed the records far away: what the latest
                 batch has overwritten follows the records of that one.
+            is_trial: it is not about to run in earnest, so that all twins stay.
 
         Returns:
             The fault, if an optimizer setting follows the records.
@@ -232,8 +237,9 @@ class TwinState:
                 return _SET.format(name, setting_in_words(settings[0]), self._in_words)
             if i < near:
                 found = {**self._left, **_twins_of(end, other), **found}
-        self._twins = found
-        self._ever |= found
+        if not is_trial:
+            self._twins = found
+            self._ever |= found
         return None
 
     def written_alike(self, hook: Callable[..., Any]) -> set[str]:

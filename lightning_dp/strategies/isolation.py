@@ -475,9 +475,11 @@ class IsolationWatch:
             self._changed -= check.same_in_both
         if found.kind == "coupled":
             self._step.note(_FAULT.format(type(self._module).__name__, found.reason))
-        steps_rate = self._trainer.lr_scheduler_configs and self.lr_scheduler_step
-        if steps_rate and (fault := self._twins.run_hook(steps_rate, is_of_epoch=True)):
-            self._step.note(fault)
+        if self._trainer.lr_scheduler_configs:
+            steps_rate = self.lr_scheduler_step
+            fault = self._twins.run_hook(steps_rate, is_of_epoch=True, is_trial=True)
+            if fault is not None:
+                self._step.note(fault)
 
     def lr_scheduler_step(self) -> None:
         """Step the schedulers, as Lightning does; their functions may read what records left."""

@@ -199,6 +199,25 @@ def test_a_threshold_is_found_that_is_far_from_both_worlds():
     assert [fault[:25] for fault in fit.faults] == ["on_train_epoch_end() sets"]
 
 
+@pytest.mark.parametrize("is_trial", [False, True])
+def test_a_hook_that_is_only_tried_takes_no_twins_away(is_trial):
+    """Else a scheduler's step that resets a value at the end of an epoch hides it until then."""
+
+    class Latest(Classifier):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.latest = loss.item()
+            return loss
+
+    model = Latest()
+    fit = Fit(model)
+    fit.compare(fit.batch())
+    names = fit.twins.names
+    fit.twins.run_hook(lambda: setattr(model, "latest", 0.0), is_trial=is_trial)
+    assert names == ("latest",)
+    assert fit.twins.names == (names if is_trial else ())
+
+
 # -- no faults ------------------------------------------------------------------------------------
 
 
