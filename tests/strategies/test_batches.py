@@ -26,13 +26,21 @@ def assert_poisson(batches, sample_rate):
     for batch in batches:
         assert len(set(batch)) == len(batch)
         counts[batch] += 1
-    expected = len(batches) * sample_rate
-    statistic = ((counts - expected) ** 2).sum() / (expected * (1 - sample_rate))
-    # Too even (a fixed batch size, a shuffled epoch) is as wrong as too uneven.
-    assert 1e-6 < stats.chi2.cdf(statistic, df=N) < 1 - 1e-6
     sizes = np.array([len(batch) for batch in batches])
-    spread = ((sizes - N * sample_rate) ** 2).sum() / (N * sample_rate * (1 - sample_rate))
-    assert 1e-6 < stats.chi2.cdf(spread, df=len(sizes)) < 1 - 1e-6
+    # Too even (a fixed batch size, a shuffled epoch) is as wrong as too uneven.
+    assert 1e-6 < chance_of_spread(counts, len(batches), sample_rate) < 1 - 1e-6
+    assert 1e-6 < chance_of_spread(sizes, N, sample_rate) < 1 - 1e-6
+
+
+def chance_of_spread(counts, trials, rate):
+    """Return the chance of at most this spread around the mean of binomial counts.
+
+    By a gamma distribution with its mean and variance: of rare events chi-square has too light a tail.
+    """
+    law = stats.binom(trials, rate)
+    spread = ((counts - law.mean()) ** 2).sum() / law.var()
+    variance = len(counts) * (float(law.stats("k")) + 2)
+    return stats.gamma.cdf(spread, len(counts) ** 2 / variance, scale=variance / len(counts))
 
 
 def test_the_chi_square_test_rejects_shuffled_epochs_and_a_wrong_rate():
